@@ -1,0 +1,29 @@
+"""The errors that a user can cause: each message says what was got, what was expected and what to do."""
+
+
+class VitinitError(Exception):
+    """Base of every error that vitinit raises on purpose."""
+
+
+class ConstructionError(VitinitError, ValueError):
+    """A convolution or a setting that the head construction cannot express."""
+
+
+class ConversionError(VitinitError):
+    """A network that could not be converted, or whose conversion did not reproduce its logits."""
+
+
+class RecipeError(VitinitError):
+    """A recipe that is unknown, malformed or contradictory."""
+
+
+class DataError(VitinitError):
+    """A data set that is missing, ambiguous, too small or damaged."""
+
+
+class SourceError(VitinitError):
+    """A source CNN that could not be found or loaded."""
+
+
+class CheckpointError(VitinitError):
+    """A run state or an export that is missing, incomplete or of another network."""

@@ -1,0 +1,343 @@
+"""Offsets, relative bias tables and sink logits: where the heads of a converted convolution look.
+
+Alphabet: H heads, P output patch side, Q input patch side, K kernel side, s stride, d dilation,
+t = s*P/Q token stride, (Hq, Wq) query grid, (Hk, Wk) key grid, Nq = Hq*Wq, Nk = Hk*Wk,
+T = Th*Tw relative offsets of a table.
+
+Attention runs over the infinite zero-padded plane. Every offset of a table exists as a key for every query;
+a key outside the image holds zero. The softmax denominator over the table is therefore the same for every
+query, and a map that depends on positions alone is a gather of softmax(table).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from vitinit.errors import ConstructionError
+
+
+def axis_offsets(
+    kernel: int, *, stride: int, dilation: int, before: int, patch: int, in_patch: int
+) -> tuple[int, ...]:
+    """Token offsets that a kernel reaches along one axis, ascending; the arguments are `AxisGeometry`'s."""
+    reads = (stride * u - before + dilation * k for u in range(patch) for k in range(kernel))
+    return tuple(sorted({pixel // in_patch for pixel in reads}))
+
+
+@dataclass(frozen=True)
+class AxisGeometry:
+    """One axis of a convolution that reads and writes patches.
+
+    Query token i covers the output pixels i*P .. i*P+P-1, key token j the input pixels j*Q .. j*Q+Q-1.
+    Output pixel y reads the input pixels s*y - before + d*k for k = 0 .. K-1.
+
+    Args:
+        in_size: Input pixels.
+        kernel: K, kernel side.
+        stride: s.
+        dilation: d.
+        before: Zero padding before the first pixel.
+        after: Zero padding behind the last pixel.
+        patch: P, output pixels a query token holds.
+        in_patch: Q, input pixels a key token holds.
+
+    Raises:
+        ConstructionError: An empty output, or patches that do not divide the grids or the stride.
+    """
+
+    in_size: int
+    kernel: int
+    stride: int
+    dilation: int
+    before: int
+    after: int
+    patch: int
+    in_patch: int
+
+    def __post_init__(self):
+        if self.out_size < 1:
+            raise ConstructionError(
+                f"a kernel of {self.kernel} (dilation {self.dilation}) does not fit into {self.in_size} pixels "
+                f"with padding {self.before}+{self.after}: use a larger image"
+            )
+        for what, size, patch in (("output", self.out_size, self.patch), ("input", self.in_size, self.in_patch)):
+            if size % patch:
+                raise ConstructionError(
+                    f"patch {patch} does not divide the {what} grid of {size}: use a divisor of {size}"
+                )
+        if (self.stride * self.patch) % self.in_patch:
+            raise ConstructionError(
+                f"input patch {self.in_patch} does not divide stride x output patch = "
+                f"{self.stride} x {self.patch}: queries would not lie on a lattice of keys"
+            )
+
+    @property
+    def out_size(self) -> int:
+        """Output pixels."""
+        return (self.in_size + self.before + self.after - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
+
+    @property
+    def queries(self) -> int:
+        """Query tokens."""
+        return self.out_size // self.patch
+
+    @property
+    def keys(self) -> int:
+        """Key tokens."""
+        return self.in_size // self.in_patch
+
+    @property
+    def token_stride(self) -> int:
+        """Key tokens from one query to the next, t = s*P/Q."""
+        return self.stride * self.patch // self.in_patch
+
+    @cached_property
+    def placement(self) -> Tensor:
+        """(offsets, K, Q, P) float64, 1 where tap k links input pixel v at that offset to output pixel u."""
+        placement = torch.zeros(len(self.offsets), self.kernel, self.in_patch, self.patch, dtype=torch.float64)
+        for u in range(self.patch):
+            for k in range(self.kernel):
+                offset, v = divmod(self.stride * u - self.before + self.dilation * k, self.in_patch)
+                placement[self.offsets.index(offset), k, v, u] = 1.0
+        return placement
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Token offsets that the kernel reaches, ascending: one head each."""
+        return axis_offsets(
+            self.kernel, stride=self.stride, dilation=self.dilation, before=self.before,
+            patch=self.patch, in_patch=self.in_patch,
+        )  # fmt: skip
+
+    @property
+    def low(self) -> int:
+        """Smallest offset of the table: what any query can reach, and at least -1."""
+        return min(self.offsets[0], -self.token_stride * (self.queries - 1), -1)
+
+    @property
+    def high(self) -> int:
+        """Largest offset of the table: what any query can reach, and at least 1."""
+        return max(self.offsets[-1], self.keys - 1, 1)
+
+    @property
+    def table_size(self) -> int:
+        """Offsets of the table."""
+        return self.high - self.low + 1
+
+    @property
+    def query_tokens(self) -> Tensor:
+        """(queries,) the key token nearest the centre of each query's kernel: its content asks the question."""
+        centre = (self.offsets[0] + self.offsets[-1]) // 2
+        return (torch.arange(self.queries) * self.token_stride + centre).clamp(0, self.keys - 1)
+
+    @property
+    def table_index(self) -> Tensor:
+        """(queries, keys) index into the table of the offset j - t*i."""
+        i, j = torch.arange(self.queries)[:, None], torch.arange(self.keys)[None, :]
+        return j - self.token_stride * i - self.low
+
+    @property
+    def inside(self) -> Tensor:
+        """(queries, table_size) bool, whether that offset lands on a key of the image."""
+        key = torch.arange(self.queries)[:, None] * self.token_stride + torch.arange(self.low, self.high + 1)
+        return (key >= 0) & (key < self.keys)
+
+
+@dataclass(frozen=True)
+class ConvGeometry:
+    """Both axes of a convolution on patches; every token order is row-major.
+
+    Build it with `ConvGeometry.build`, which takes what `nn.Conv2d` has.
+    """
+
+    y: AxisGeometry
+    x: AxisGeometry
+
+    @classmethod
+    def build(
+        cls,
+        in_size: tuple[int, int],
+        *,
+        kernel_size: tuple[int, int],
+        stride: tuple[int, int] = (1, 1),
+        dilation: tuple[int, int] = (1, 1),
+        padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+        patch: tuple[int, int] = (1, 1),
+        in_patch: tuple[int, int] | None = None,
+    ) -> ConvGeometry:
+        """Geometry of a convolution.
+
+        Args:
+            in_size: (height, width) of the input in pixels.
+            kernel_size: (Kh, Kw).
+            stride: Per axis.
+            dilation: Per axis.
+            padding: Zeros (top, bottom, left, right).
+            patch: Output patch (Ph, Pw).
+            in_patch: Input patch (Qh, Qw); the output patch by default.
+
+        Raises:
+            ConstructionError: As `AxisGeometry`.
+        """
+        in_patch = in_patch or patch
+        axes = [
+            AxisGeometry(
+                in_size[i], kernel_size[i], stride[i], dilation[i],
+                padding[2 * i], padding[2 * i + 1], patch[i], in_patch[i],
+            )
+            for i in range(2)
+        ]  # fmt: skip
+        return cls(*axes)
+
+    @property
+    def offsets(self) -> list[tuple[int, int]]:
+        """(row, column) token offset of each convolution head; the mean head comes after them."""
+        return [(dy, dx) for dy in self.y.offsets for dx in self.x.offsets]
+
+    @property
+    def heads(self) -> int:
+        """H: one head an offset and the mean head."""
+        return len(self.y.offsets) * len(self.x.offsets) + 1
+
+    @property
+    def table_size(self) -> int:
+        """T."""
+        return self.y.table_size * self.x.table_size
+
+    @property
+    def in_size(self) -> tuple[int, int]:
+        """(height, width) in pixels of the input."""
+        return self.y.in_size, self.x.in_size
+
+    @property
+    def out_size(self) -> tuple[int, int]:
+        """(height, width) in pixels of the output."""
+        return self.y.out_size, self.x.out_size
+
+    @property
+    def query_grid(self) -> tuple[int, int]:
+        """(Hq, Wq)."""
+        return self.y.queries, self.x.queries
+
+    @property
+    def key_grid(self) -> tuple[int, int]:
+        """(Hk, Wk)."""
+        return self.y.keys, self.x.keys
+
+    @property
+    def n_queries(self) -> int:
+        """Nq."""
+        return self.y.queries * self.x.queries
+
+    @property
+    def n_keys(self) -> int:
+        """Nk."""
+        return self.y.keys * self.x.keys
+
+    @property
+    def patch(self) -> tuple[int, int]:
+        """Output patch (Ph, Pw)."""
+        return self.y.patch, self.x.patch
+
+    @property
+    def in_patch(self) -> tuple[int, int]:
+        """Input patch (Qh, Qw)."""
+        return self.y.in_patch, self.x.in_patch
+
+    def relative_index(self) -> Tensor:
+        """(Nq, Nk) index into a flat table (T,) of the offset from query to key."""
+        rows = self.y.table_index[:, None, :, None] * self.x.table_size  # Hq 1 Hk 1
+        return (rows + self.x.table_index[None, :, None, :]).reshape(self.n_queries, self.n_keys)
+
+    def query_index(self) -> Tensor:
+        """(Nq,) key token whose content is each query's."""
+        return (self.y.query_tokens[:, None] * self.x.keys + self.x.query_tokens).flatten()
+
+    def target_index(self) -> Tensor:
+        """(H-1,) index into a flat table (T,) of each convolution head's own offset."""
+        return torch.tensor([(dy - self.y.low) * self.x.table_size + dx - self.x.low for dy, dx in self.offsets])
+
+
+def sharpness_to_alpha(sharpness: float, table_size: int) -> float:
+    """Bias that puts the attention mass `sharpness` on one of T offsets: alpha = ln(p (T-1) / (1-p)).
+
+    Raises:
+        ConstructionError: p at most 1/T (a head that does not prefer its offset), or p not below 1.
+    """
+    if not 1 / table_size < sharpness < 1:
+        raise ConstructionError(
+            f"sharpness {sharpness:g} is not between 1/T = {1 / table_size:.3g} and 1 on a table of T = "
+            f"{table_size} offsets: a head must put more on its own offset than on the others"
+        )
+    return math.log(sharpness * (table_size - 1) / (1 - sharpness))
+
+
+def alpha_to_sharpness(alpha: float, table_size: int) -> float:
+    """Attention mass that a bias alpha puts on its offset: p = e^alpha / (e^alpha + T - 1)."""
+    return 1 / (1 + (table_size - 1) * math.exp(-alpha))
+
+
+def build_bias_table(geometry: ConvGeometry, *, alpha: float) -> Tensor:
+    """Bias table (H, T) in float64: alpha on each head's own offset, 0 elsewhere and in the last, the mean head."""
+    table = torch.zeros(geometry.heads, geometry.table_size, dtype=torch.float64)
+    table[torch.arange(geometry.heads - 1), geometry.target_index()] = alpha
+    return table
+
+
+def positional_maps(table: Tensor, relative_index: Tensor) -> Tensor:
+    """Attention maps (H, Nq, Nk) of heads that attend by position alone, over the zero-padded plane.
+
+    A[h, q, k] = softmax(table[h])[offset(q, k)]. Rows sum to less than 1 where a query sees zero padding.
+
+    Args:
+        table: (H, T).
+        relative_index: (Nq, Nk), from `ConvGeometry.relative_index`.
+    """
+    mass = table.softmax(dim=-1)  # H T
+    return mass.index_select(1, relative_index.flatten()).view(len(table), *relative_index.shape)
+
+
+def sink_logits(table: Tensor, geometry: ConvGeometry) -> Tensor:
+    """Logits (H, Nq) of the one key that stands for all offsets outside the image.
+
+    sink[h, q] = logsumexp of table[h] over the offsets that fall outside the image as seen from q: first the
+    columns outside, row by row, then the rows, so the cost is H*N^1.5 and nothing is subtracted. Where no
+    offset falls outside, the logit is hugely negative instead of -inf, which keeps its gradient at zero.
+
+    Args:
+        table: (H, T).
+        geometry: The geometry that the table belongs to.
+    """
+    nothing = torch.finfo(table.dtype).min / 4
+    inside_y, inside_x = geometry.y.inside.to(table.device), geometry.x.inside.to(table.device)
+    rows = table.view(len(table), geometry.y.table_size, 1, geometry.x.table_size)  # H Th 1 Tw
+    beside = rows.masked_fill(inside_x, nothing).logsumexp(dim=-1)  # H Th Wq, for rows that cross the image
+    whole = rows.logsumexp(dim=-1)  # H Th 1, for rows above and below it
+    per_row = torch.where(inside_y[:, None, :], beside.mT.unsqueeze(1), whole.mT.unsqueeze(1))  # H Hq Wq Th
+    return per_row.logsumexp(dim=-1).flatten(1)
+
+
+def cut_patches(images: Tensor, patch: tuple[int, int]) -> Tensor:
+    """Tokens (B, N, C*Ph*Pw) of a feature map (B, C, h*Ph, w*Pw), channel-major inside a token."""
+    batch, channels, height, width = images.shape
+    ph, pw = patch
+    if ph == pw == 1:
+        return images.flatten(2).mT
+    grid = images.view(batch, channels, height // ph, ph, width // pw, pw).permute(0, 2, 4, 1, 3, 5)
+    return grid.reshape(batch, (height // ph) * (width // pw), channels * ph * pw)  # B h w C Ph Pw -> B N D
+
+
+def join_patches(tokens: Tensor, grid: tuple[int, int], patch: tuple[int, int]) -> Tensor:
+    """Feature map (B, C, h*Ph, w*Pw) of tokens (B, N, C*Ph*Pw): the inverse of `cut_patches`."""
+    batch, _, width = tokens.shape
+    (h, w), (ph, pw) = grid, patch
+    channels = width // (ph * pw)
+    if ph == pw == 1:
+        return tokens.mT.reshape(batch, channels, h, w)
+    pixels = tokens.reshape(batch, h, w, channels, ph, pw).permute(0, 3, 1, 4, 2, 5)
+    return pixels.reshape(batch, channels, h * ph, w * pw)
