@@ -85,19 +85,19 @@ def convert(
         reason = _reason_to_keep(conv, conv.name in chosen)
         if reason is None:
             try:
-                layer = _build(
-                    conv, sharpness=sharpness, alpha=alpha, patch=patch, values=values, rank=rank,
-                    weights=weights, content_dim=content_dim,
-                )  # fmt: skip
+                geometry = _place(conv, patch, values=values, content_dim=content_dim)
             except ConstructionError as error:
-                if isinstance(stages, Sequence) and conv.name in stages:
-                    raise ConversionError(f"cannot convert {conv.name}: {error}") from error
                 reason = str(error)
-        elif isinstance(stages, Sequence) and conv.name in stages:
-            raise ConversionError(f"cannot convert {conv.name}: {reason}")
         if reason is not None:
+            if isinstance(stages, Sequence) and conv.name in stages:
+                raise ConversionError(f"cannot convert {conv.name}: {reason}")
             report.layers.append(_describe(conv, reason=reason))
             continue
+        with torch.random.fork_rng(devices=[]):  # the keys of silent content are random; the caller's draws are not
+            layer = _build(
+                conv, geometry, alpha=sharpness_to_alpha(sharpness, geometry.table_size) if alpha is None else alpha,
+                weights=weights, values=values, rank=rank, content_dim=content_dim,
+            )  # fmt: skip
         energy = layer.attention.load_kernel(conv.module.weight, conv.module.bias)
         replacements[conv.name] = layer.to(conv.module.weight.device)
         report.layers.append(_describe(conv, layer=layer, energy=energy))
@@ -205,7 +205,7 @@ def _choose(traced: list[_TracedConv], stages: int | Sequence[str] | None, size:
                 known = ", ".join(sorted({c.name.split(".")[0] for c in traced}))
                 raise ConversionError(f"no convolution lies in stage {stage!r}: expected module names such as {known}")
         return chosen
-    spatial = [conv for conv in called if _is_spatial(conv.module)]
+    spatial = [conv for conv in called if isinstance(conv.module, nn.Conv2d) and _is_spatial(conv.module)]
     grids = list(dict.fromkeys(conv.out_sizes[0] for conv in spatial))  # one stage each, in order
     if stages is None:
         coarse = [grid for grid in grids if size[0] >= 8 * grid[0]]
@@ -252,34 +252,39 @@ def _padding(module: nn.Conv2d, in_size: tuple[int, int]) -> tuple[int, int, int
     return top, bottom, left, right
 
 
-def _build(
-    conv: _TracedConv, *, sharpness: float, alpha: float | None, patch: int | str, values: str, rank: int | None,
-    weights: str, content_dim: int,
-) -> AttentionConv2d:  # fmt: skip
-    """The attention layer for a convolution, its weights not yet loaded."""
+def _place(conv: _TracedConv, patch: int | str, *, values: str, content_dim: int) -> ConvGeometry:
+    """A convolution on patches of the given side, or of the side with the fewest multiply-adds."""
     module, in_size = conv.module, conv.in_sizes[0]
-    shape = {"stride": module.stride, "dilation": module.dilation, "padding": _padding(module, in_size)}
-    channels = {"in_channels": module.in_channels, "out_channels": module.out_channels, "groups": module.groups}
 
     def place(side: int) -> ConvGeometry:
-        return ConvGeometry.build(in_size, kernel_size=module.kernel_size, patch=(side, side), **shape)
+        return ConvGeometry.build(
+            in_size, kernel_size=module.kernel_size, stride=module.stride, dilation=module.dilation,
+            padding=_padding(module, in_size), patch=(side, side),
+        )  # fmt: skip
 
-    def cost(side: int) -> int:
-        geometry = place(side)
-        ranks = None
-        if values == "factorized":
-            ranks = plan_ranks(geometry, **channels, cap=rank)
+    def cost(geometry: ConvGeometry) -> int:
+        channels = {"in_channels": module.in_channels, "out_channels": module.out_channels, "groups": module.groups}
+        # The exact plan even where the rank is capped: a cap would favour huge patches, whose kernels it ruins most.
+        ranks = plan_ranks(geometry, **channels) if values == "factorized" else None
         return count_macs(geometry, **channels, content_dim=content_dim, ranks=ranks)
 
-    if patch == "auto":
-        grids = (*in_size, *conv.out_sizes[0])
-        patch = min((p for p in range(1, MAX_AUTO_PATCH + 1) if not any(n % p for n in grids)), key=cost)
-    if alpha is None:
-        alpha = sharpness_to_alpha(sharpness, place(patch).table_size)
+    if patch != "auto":
+        return place(patch)
+    grids = (*in_size, *conv.out_sizes[0])
+    return min((place(p) for p in range(1, MAX_AUTO_PATCH + 1) if not any(n % p for n in grids)), key=cost)
+
+
+def _build(
+    conv: _TracedConv, geometry: ConvGeometry, *, alpha: float, weights: str, values: str, rank: int | None,
+    content_dim: int,
+) -> AttentionConv2d:  # fmt: skip
+    """The attention layer that is to compute a convolution, its weights not yet loaded."""
+    module = conv.module
     return AttentionConv2d(
-        **channels, kernel_size=module.kernel_size, in_size=in_size, **shape, bias=module.bias is not None,
-        patch=(patch, patch), alpha=alpha, weights=weights, values=values, rank=rank, content_dim=content_dim,
-        dtype=module.weight.dtype,
+        module.in_channels, module.out_channels, module.kernel_size, in_size=geometry.in_size, stride=module.stride,
+        padding=_padding(module, geometry.in_size), dilation=module.dilation, groups=module.groups,
+        bias=module.bias is not None, patch=geometry.patch, alpha=alpha, weights=weights, values=values, rank=rank,
+        content_dim=content_dim, dtype=module.weight.dtype,
     )  # fmt: skip
 
 

@@ -9,36 +9,43 @@ The published weights write it as a 1×1 convolution of stride 2 with a fixed 0/
 norm, under timm's key names; so does this file, with both kept fixed in training too.
 """
 
+import torch
+import torch.nn.functional as F
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.resnet import BasicBlock, ResNet
-from torch import device as Device
-from torch import dtype as Dtype
-from torch import nn
+from torch import Tensor, nn
 
 
-class FixedBatchNorm2d(nn.BatchNorm2d):
+class FixedBatchNorm2d(nn.Module):
     """A batch norm that uses its stored statistics in training as well: a fixed affine map per channel.
 
-    Freshly made it is the identity: the variance starts at 1 − eps, so that the square root is that of 1.
-    Its parameters do not train. The batch statistics of an ordinary norm would rescale an option-A shortcut
-    (and divide its zero channels by √eps) as soon as the network is set to training.
+    Freshly made it is the identity: the variance is 1 − eps, so its root is that of 1. It never trains.
+    The batch statistics of an ordinary norm would rescale an option-A shortcut in training. It has the state
+    of an `nn.BatchNorm2d` without being one, because what walks a network for batch norms (the conversion to
+    SyncBatchNorm, for one) would make it an ordinary norm again.
+
+    Args:
+        num_features: Channels.
+        device: Where the tensors are made.
+        dtype: Their type.
     """
 
     def __init__(
-        self, num_features: int, *, device: Device | str | None = None, dtype: Dtype | None = None
+        self, num_features: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        super().__init__(num_features, device=device, dtype=dtype)
-        self.requires_grad_(False)
-        self.train(False)
+        super().__init__()
+        self.num_features, self.eps = num_features, 1e-5
+        ones = torch.ones(num_features, device=device, dtype=dtype)
+        self.weight = nn.Parameter(ones, requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros_like(ones), requires_grad=False)
+        self.register_buffer("running_mean", torch.zeros_like(ones))
+        self.register_buffer("running_var", ones - self.eps)
+        # Counts nothing; the published files have it.
+        self.register_buffer("num_batches_tracked", torch.zeros((), device=device, dtype=torch.long))
 
-    def train(self, mode: bool = True) -> "FixedBatchNorm2d":
-        """Stays in evaluation mode, whatever is asked."""
-        return super().train(False)
-
-    def reset_running_stats(self) -> None:
-        """Sets the statistics that make the norm an identity: mean 0, variance 1 − eps."""
-        super().reset_running_stats()
-        self.running_var.fill_(1 - self.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        """The normalized map, shaped as x (B, C, height, width)."""
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
 
 class CifarResNet(ResNet):
@@ -70,8 +77,8 @@ class CifarResNet(ResNet):
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         zero_init_last: bool = False,
-        device: Device | str | None = None,
-        dtype: Dtype | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         blocks, rest = divmod(depth - 2, 6)
         if rest or blocks < 1:
@@ -88,6 +95,7 @@ class CifarResNet(ResNet):
             # timm fixes the width after a plain stem at 64; only a deep stem can hand 16 channels on.
             stem_type="deep",
             stem_width=8,
+            zero_init_last=False,  # once zero, a scale would stay zero in the second drawing below
             device=device,
             dtype=dtype,
         )
@@ -140,7 +148,8 @@ def _create(depth: int, pretrained: bool, kwargs: dict) -> CifarResNet:
         f"resnet{depth}_cifar",
         pretrained,
         feature_cfg={"out_indices": (0, 1, 2, 3)},
-        **{"depth": depth, **kwargs},
+        depth=depth,
+        **kwargs,
     )
 
 

@@ -68,36 +68,24 @@ def choose_backend(query: Tensor, bias: Tensor) -> str:
     return "matmul" if trains or low_precision or query.shape[2] < 256 else "sdpa"
 
 
-def attend_positions(maps: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
-    """Outputs (B, Nq, D_out) = sum_h maps[h] tokens weight[h] of heads that attend by position alone.
+def attend_positions(maps: Tensor, tokens: Tensor) -> Tensor:
+    """What each head gathers, (B, Nq, H, D), by maps (H, Nq, Nk) that are the same for every image.
 
-    Two orders, equal up to rounding; the one with fewer multiplications runs. Mixing channels first lets one
-    matrix product sum over heads and keys together, and needs no copy of anything H times as large as a token.
+    Two layouts, equal up to rounding: a product for each image, whose backward holds B*H*Nq*Nk numbers, or one
+    product for the whole batch, which copies B*H*Nq*D numbers in each direction. The smaller one runs.
 
     Args:
-        maps: (H, Nq, Nk), the same for every image.
-        tokens: (B, Nk, D_in).
-        weight: (H, G, D_in/G, D_out/G).
+        maps: (H, Nq, Nk).
+        tokens: (B, Nk, D).
     """
     heads, n_queries, n_keys = maps.shape
-    d_in, d_out = weight.shape[1] * weight.shape[2], weight.shape[1] * weight.shape[3]
-    mix_first, maps_first = count_orders(n_queries, n_keys, d_in, d_out, weight.shape[1])
-    batch = len(tokens)
-    by_key = tokens.transpose(0, 1)  # Nk B D
-    if mix_first <= maps_first:
-        mixed = by_key.reshape(1, n_keys * batch, d_in) @ weight[:, 0]  # H Nk*B Dout
-        summed = maps.transpose(0, 1).reshape(n_queries, -1) @ mixed.view(heads * n_keys, batch * d_out)
-        return summed.view(n_queries, batch, d_out).transpose(0, 1)
-    seen = maps.reshape(heads * n_queries, n_keys) @ by_key.reshape(n_keys, batch * d_in)
-    seen = seen.view(heads, n_queries, batch, d_in).permute(2, 1, 0, 3)  # B Nq H D
-    return mix_heads(seen, weight)
-
-
-def count_orders(n_queries: int, n_keys: int, d_in: int, d_out: int, groups: int) -> tuple[float, int]:
-    """Multiply-adds for each image and head of (channels first, maps first) in `attend_positions`."""
-    maps_first = n_queries * n_keys * d_in + n_queries * d_in * d_out // groups
-    mix_first = n_keys * d_in * d_out + n_queries * n_keys * d_out
-    return (mix_first if groups == 1 else float("inf")), maps_first
+    batch, _, width = tokens.shape
+    maps = maps.transpose(0, 1).reshape(n_queries * heads, n_keys)
+    if n_keys <= width:
+        seen = torch.bmm(maps.expand(batch, -1, -1), tokens)  # B Nq*H D
+        return seen.view(batch, n_queries, heads, width)
+    seen = maps @ tokens.transpose(0, 1).reshape(n_keys, batch * width)  # Nq*H B*D
+    return seen.view(n_queries, heads, batch, width).permute(2, 0, 1, 3)
 
 
 def count_macs(
@@ -124,12 +112,16 @@ def count_macs(
     content = heads * content_dim * (d_in * (n_queries + n_keys) + n_queries * n_keys)
     if ranks is not None:
         return content + sum(ranks) * (n_keys * d_in + groups * n_queries * n_keys + n_queries * d_out)
-    mix_first, maps_first = count_orders(n_queries, n_keys, d_in, d_out, groups)
-    return content + heads * (maps_first if content_dim else int(min(mix_first, maps_first)))
+    return content + heads * (n_queries * n_keys * d_in + n_queries * d_in * d_out // groups)
 
 
 def mix_heads(seen: Tensor, weight: Tensor) -> Tensor:
-    """Outputs (B, Nq, D_out) of what each head has gathered, (B, Nq, H, D_in), by weights (H, G, D_in/G, D_out/G)."""
+    """Outputs (B, Nq, D_out) = sum_h seen[h] weight[h].
+
+    Args:
+        seen: (B, Nq, H, D_in), what each head has gathered.
+        weight: (H, G, D_in/G, D_out/G).
+    """
     batch, n_queries, heads, _ = seen.shape
     groups, width_in, width_out = weight.shape[1:]
     if width_in == width_out == 1:  # depthwise on pixels: one factor for each head and channel

@@ -168,14 +168,15 @@ class TableAttention(nn.Module):
         """Tokens (B, Nq, D_out) of tokens (B, Nk, D_in)."""
         if self.values == "factorized":
             out = self._attend_factorized(tokens)
-        elif self.content_dim:
-            query, key = self._split_content(tokens)
-            sink = sink_logits(self.bias_table, self.geometry)
-            seen = attend_content(query, key, tokens.unsqueeze(1), self._position_logits(), sink)  # B H Nq D
-            out = mix_heads(seen.transpose(1, 2), self.head_weights())
         else:
-            maps = positional_maps(self.bias_table, self.relative_index)
-            out = attend_positions(maps, tokens, self.head_weights())
+            if self.content_dim:
+                query, key = self._split_content(tokens)
+                sink = sink_logits(self.bias_table, self.geometry)
+                seen = attend_content(query, key, tokens.unsqueeze(1), self._position_logits(), sink)  # B H Nq D
+                seen = seen.transpose(1, 2)
+            else:
+                seen = attend_positions(positional_maps(self.bias_table, self.relative_index), tokens)
+            out = mix_heads(seen, self.head_weights())
         if self.bias is not None:
             out = out + self.bias.repeat_interleave(math.prod(self.geometry.patch))
         return out

@@ -1,0 +1,146 @@
+"""Every implementation of attention gives the same numbers and the same gradients."""
+
+import pytest
+import torch
+
+from vitinit.attention import kernels
+from vitinit.attention.kernels import attend_content, attend_positions, choose_backend, mix_heads
+from vitinit.attention.table import TableAttention
+from vitinit.positions import ConvGeometry, positional_maps, sharpness_to_alpha, sink_logits
+
+GEOMETRY = ConvGeometry.build((6, 9), kernel_size=(3, 3), stride=(1, 3), padding=(1,) * 4)
+
+
+def make_inputs(dtype):
+    q = torch.randn(2, GEOMETRY.heads, GEOMETRY.n_queries, 4, dtype=dtype, requires_grad=True)
+    k = torch.randn(2, GEOMETRY.heads, GEOMETRY.n_keys, 4, dtype=dtype, requires_grad=True)
+    v = torch.randn(2, 1, GEOMETRY.n_keys, 5, dtype=dtype, requires_grad=True)
+    table = torch.randn(GEOMETRY.heads, GEOMETRY.table_size, dtype=dtype, requires_grad=True)
+    return q, k, v, table
+
+
+def bias_of(table):
+    return table[:, GEOMETRY.relative_index()]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_sdpa_equals_matmul_with_gradients(dtype, limit):
+    inputs = make_inputs(dtype)
+    results = []
+    for backend in ("matmul", "sdpa"):
+        q, k, v, table = inputs
+        out = attend_content(q, k, v, bias_of(table), sink_logits(table, GEOMETRY), backend=backend)
+        weight = torch.arange(out.numel(), dtype=dtype).view_as(out).sin()
+        results.append((out, *torch.autograd.grad((out * weight).sum(), inputs)))
+    for a, b in zip(*results, strict=True):
+        assert (a - b).norm() <= limit * a.norm()
+
+
+def test_content_attention_is_the_equation_on_the_padded_plane():
+    """Against explicit zero keys: pad the image on all sides with tokens whose key and value are zero."""
+    q, k, v, table = make_inputs(torch.float64)
+    y, x = GEOMETRY.y, GEOMETRY.x
+    out = attend_content(q, k, v, bias_of(table), sink_logits(table, GEOMETRY))
+    q, k, v, table = (t.detach() for t in (q, k, v, table))
+    flat = table.view(-1, y.table_size, x.table_size)
+    for head in range(0, GEOMETRY.heads, 4):
+        for query in (0, 7, GEOMETRY.n_queries - 1):
+            i, j = divmod(query, x.queries)
+            logits, values = [], []
+            for dy in range(y.low, y.high + 1):
+                for dx in range(x.low, x.high + 1):
+                    row, column = i * y.token_stride + dy, j * x.token_stride + dx
+                    inside = 0 <= row < y.keys and 0 <= column < x.keys
+                    key = k[0, head, row * x.keys + column] if inside else torch.zeros(4, dtype=torch.float64)
+                    value = v[0, 0, row * x.keys + column] if inside else torch.zeros(5, dtype=torch.float64)
+                    logits.append(q[0, head, query] @ key / 2 + flat[head, dy - y.low, dx - x.low])
+                    values.append(value)
+            expected = torch.stack(logits).softmax(0) @ torch.stack(values)
+            assert torch.allclose(out[0, head, query], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("width", [3, 64])  # below and above the number of keys: both layouts
+def test_positional_path_equals_the_sum_over_heads(width):
+    maps = torch.rand(4, 6, 20, dtype=torch.float64)
+    tokens = torch.randn(3, 20, width, dtype=torch.float64)
+    assert torch.allclose(attend_positions(maps, tokens), torch.einsum("hqk,bkd->bqhd", maps, tokens), atol=1e-12)
+
+
+@pytest.mark.parametrize(("groups", "width_in", "width_out"), [(1, 6, 4), (2, 3, 5), (6, 1, 1), (6, 1, 2)])
+def test_mixing_heads_equals_the_grouped_sum(groups, width_in, width_out):
+    seen = torch.randn(2, 5, 3, groups * width_in, dtype=torch.float64)
+    weight = torch.randn(3, groups, width_in, width_out, dtype=torch.float64)
+    expected = torch.einsum("bqhgi,hgio->bqgo", seen.unflatten(3, (groups, width_in)), weight).flatten(2)
+    assert torch.allclose(mix_heads(seen, weight), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("values", ["identity", "factorized"])
+def test_silent_content_and_no_content_agree(values):
+    """W_Q = 0: the per-image path and the one-map-a-step path are the same function, gradients included."""
+    kernel, bias = torch.randn(8, 8, 3, 3, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    alpha = sharpness_to_alpha(0.7, GEOMETRY.table_size)
+    layers = [
+        TableAttention(
+            GEOMETRY, in_channels=8, out_channels=8, alpha=alpha, weights="free", values=values,
+            content_dim=dim, dtype=torch.float64,
+        )
+        for dim in (0, 4)
+    ]  # fmt: skip
+    tokens = torch.randn(2, GEOMETRY.n_keys, 8, dtype=torch.float64)
+    grads = []
+    for layer in layers:
+        layer.load_kernel(kernel, bias)
+        out = layer(tokens)
+        out.square().sum().backward()
+        grads.append((out, layer.bias_table.grad))
+    for a, b in zip(*grads, strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-10)
+    assert layers[1].query.weight.grad.abs().max() > 0  # silent, but it learns
+    assert layers[1].key.weight.grad.abs().max() == 0  # until the query has moved
+
+
+@pytest.mark.parametrize("content_dim", [0, 4])
+def test_gradients_of_the_layer(content_dim):
+    geometry = ConvGeometry.build((2, 4), kernel_size=(3, 3), padding=(1,) * 4)
+    layer = TableAttention(
+        geometry, in_channels=2, out_channels=2, alpha=1.5, content_dim=content_dim, dtype=torch.float64
+    )
+    names = [n for n, _ in layer.named_parameters()]
+    tokens = torch.randn(1, geometry.n_keys, 2, dtype=torch.float64)
+
+    def call(*parameters):
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (tokens,))
+
+    assert torch.autograd.gradcheck(call, tuple(p.detach().requires_grad_() for p in layer.parameters()))
+
+
+def test_bf16_stays_close():
+    layer = TableAttention(GEOMETRY, in_channels=8, out_channels=8, alpha=6.0, content_dim=4)
+    layer.load_kernel(torch.randn(8, 8, 3, 3), torch.zeros(8))
+    tokens = torch.randn(2, GEOMETRY.n_keys, 8)
+    exact = layer(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = layer(tokens).float()
+    assert (rounded - exact).norm() < 0.02 * exact.norm()
+
+
+def test_backend_choice(monkeypatch):
+    small, large = torch.zeros(1, 1, 64, 8), torch.zeros(1, 1, 1024, 8)
+    bias = torch.zeros(1, requires_grad=True)
+    assert choose_backend(large, bias) == "matmul"  # the fused kernel leaves its fast path for the bias
+    with torch.no_grad():
+        assert choose_backend(large, bias) == "sdpa"
+        assert choose_backend(large.bfloat16(), bias) == "matmul"
+        assert choose_backend(small, bias) == "matmul"
+    used = []
+    monkeypatch.setattr(kernels, "choose_backend", lambda *_: used.append(1) or "matmul")
+    q, k, v, table = make_inputs(torch.float32)
+    attend_content(q, k, v, bias_of(table), sink_logits(table, GEOMETRY))
+    assert used
+
+
+def test_maps_of_position_alone_do_not_depend_on_the_image():
+    layer = TableAttention(GEOMETRY, in_channels=2, out_channels=2, alpha=3.0)
+    maps = layer.attention_weights(torch.randn(5, GEOMETRY.n_keys, 2))
+    assert maps.shape == (1, GEOMETRY.heads, GEOMETRY.n_queries, GEOMETRY.n_keys)
+    assert torch.equal(maps[0], positional_maps(layer.bias_table, layer.relative_index))

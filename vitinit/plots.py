@@ -1,0 +1,52 @@
+"""Pictures of results; matplotlib is imported here and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+# Okabe and Ito's colours, told apart in greyscale and by most colour-blind readers.
+CONSTRUCTION, RANDOM, SOURCE, PROBE = "#0072B2", "#E69F00", "#555555", "#56B4E9"
+
+
+def plot_summary(metrics: dict, path: Path, *, title: str) -> None:
+    """Draw a run: test accuracies as bars on the left, the training loss by epoch on the right.
+
+    Args:
+        metrics: What `run.run_recipe` returns.
+        path: PNG file to write.
+        title: Above the picture.
+    """
+    name = f"{metrics['init']} init" if metrics["model"] == "converted" else "source CNN"
+    main = CONSTRUCTION if metrics["init"] == "construction" else RANDOM
+    bars = [(f"{name},\nstep 0", metrics["step0"]["accuracy"], PROBE), (f"{name},\nfine-tuned", metrics["accuracy"], main)]
+    if metrics["step0"]["probe_accuracy"] is not None:
+        bars.insert(1, (f"{name},\nstep-0 linear probe", metrics["step0"]["probe_accuracy"], PROBE))
+    if "source_accuracy" in metrics:
+        bars.insert(0, ("source CNN\n(stage 1)", metrics["source_accuracy"], SOURCE))
+    if "random" in metrics:
+        bars.append(("random init,\nsame network", metrics["random"]["accuracy"], RANDOM))
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained")
+    drawn = left.bar(range(len(bars)), [100 * value for _, value, _ in bars], color=[c for *_, c in bars], width=0.65)
+    left.bar_label(drawn, fmt="%.1f", padding=2)
+    left.set_xticks(range(len(bars)), [label for label, *_ in bars], fontsize=8.5)
+    left.set_ylim(0, 110)
+    left.set_ylabel(f"test accuracy in % ({metrics['n_test']} images)")
+    left.set_title(f"{metrics['n_train']} training images", fontsize=10)
+
+    curves = [(name, metrics, main)] + ([("random init", metrics["random"], RANDOM)] if "random" in metrics else [])
+    for label, run, colour in curves:
+        losses = [line["loss"] for line in run["epochs"]]
+        right.plot(range(1, len(losses) + 1), losses, color=colour, marker="o", markersize=2.5, label=label)
+    right.set(xlabel="epoch", ylabel="training loss", ylim=(0, None))
+    right.legend(frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
