@@ -14,11 +14,15 @@ def main() -> int:
     """Parse the command line, carry out the recipe and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, epilog=f"recipes: {', '.join(list_recipes())}")
     parser.add_argument("--recipe", required=True, help="name of a recipe, or a YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, e.g. train.lr=1e-3")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, e.g. train.lr=1e-3"
+    )
     parser.add_argument("--out", type=Path, help="results folder (default: runs/RECIPE)")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted run")
     parser.add_argument("--overwrite", action="store_true", help="replace what the results folder holds")
-    parser.add_argument("--dry-run", action="store_true", help="print recipe, conversion, steps and time; train nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print recipe, conversion, steps and time; train nothing"
+    )
     args = parser.parse_args()
     try:
         recipe = load_recipe(args.recipe, overrides=args.set)

@@ -45,7 +45,9 @@ def run_cell(recipe: str, folder: Path, settings: list[str]) -> dict:
     return json.loads(result.read_text())
 
 
-def choose_rate(recipe: str, runs: Path, name: str, settings: list[str], args: argparse.Namespace) -> tuple[float, dict]:
+def choose_rate(
+    recipe: str, runs: Path, name: str, settings: list[str], args: argparse.Namespace
+) -> tuple[float, dict]:
     """The rate with the best accuracy on the held-out slice, and all of them."""
     scores = {}
     for rate in args.rates:

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from vitinit.attention.conv import AttentionConv2d
 from vitinit.attention.table import TableAttention
 from vitinit.construction import (
-    count_heads, factorize_heads, kernel_to_heads, leak_coefficients, place_kernel, plan_ranks,
+    count_heads,
+    factorize_heads,
+    kernel_to_heads,
+    leak_coefficients,
+    place_kernel,
+    plan_ranks,
 )  # fmt: skip
 from vitinit.errors import ConstructionError
 from vitinit.positions import ConvGeometry, alpha_to_sharpness, cut_patches, join_patches, sharpness_to_alpha
@@ -143,9 +148,7 @@ def test_without_the_mean_head_or_the_sink_it_is_wrong():
     """Both are needed at finite sharpness: the test would pass a construction that dropped either."""
     kernel, x = torch.rand(4, 4, 3, 3, dtype=torch.float64), torch.rand(1, 4, 6, 5, dtype=torch.float64)
     shape = {"stride": (1, 1), "padding": (1, 1, 1, 1), "dilation": (1, 1), "groups": 1}
-    layer = build_layer(
-        kernel, None, in_size=(6, 5), patch=(1, 1), sharpness=0.3, weights="free", **shape
-    )
+    layer = build_layer(kernel, None, in_size=(6, 5), patch=(1, 1), sharpness=0.3, weights="free", **shape)
     expected = F.conv2d(x, kernel, padding=1)
     tokens = x.flatten(2).mT
     maps = layer.attention.attention_weights(tokens)[0]

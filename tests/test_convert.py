@@ -129,7 +129,9 @@ def test_a_tied_network_with_frozen_positions_trains_exactly_like_its_cnn():
     trained = dict(cnn.named_parameters()) | dict(cnn.named_buffers())
     for name, tensor in model.state_dict().items():
         if not name.endswith("bias_table"):
-            assert torch.allclose(tensor.double(), trained[name.replace("attention.kernel", "weight")].double(), atol=1e-9)
+            assert torch.allclose(
+                tensor.double(), trained[name.replace("attention.kernel", "weight")].double(), atol=1e-9
+            )
 
 
 def test_conversion_keeps_the_mode_and_the_global_random_state():

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from vitinit.positions import (
-    ConvGeometry, build_bias_table, cut_patches, join_patches, positional_maps, sharpness_to_alpha, sink_logits,
+    ConvGeometry,
+    build_bias_table,
+    cut_patches,
+    join_patches,
+    positional_maps,
+    sharpness_to_alpha,
+    sink_logits,
 )  # fmt: skip
 
 GEOMETRIES = [

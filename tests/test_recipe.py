@@ -50,9 +50,7 @@ def refusal(action, *args, **kwargs):
 
 def test_minimal_recipe_has_the_defaults_and_the_name_of_its_file(read):
     recipe = read("")
-    assert recipe == Recipe(
-        name="trial", source=SourceConfig(model="resnet20_cifar"), data=DataConfig(name="digits")
-    )
+    assert recipe == Recipe(name="trial", source=SourceConfig(model="resnet20_cifar"), data=DataConfig(name="digits"))
     assert (recipe.convert, recipe.augment, recipe.train) == (ConvertConfig(), AugmentConfig(), TrainConfig())
 
 
@@ -283,9 +281,7 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [(key, value) for key, values in OUTSIDE.items() for value in values]
-)
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in OUTSIDE.items() for value in values])
 def test_a_value_out_of_range_is_refused(read, key, value):
     message = refusal(read, "", f"{key}={value}")
     assert f"{key}: expected " in message
@@ -419,9 +415,7 @@ def test_a_recipe_written_is_the_recipe_read(tmp_path):
 
 WORDS = st.one_of(
     st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zl", "Zp")), max_size=20),
-    st.sampled_from(
-        ["no", "1e-3", "010", "12:30", "null", "~", "", "true", "0x1", "1_0", ".inf", "<<", "=", "- a"]
-    ),
+    st.sampled_from(["no", "1e-3", "010", "12:30", "null", "~", "", "true", "0x1", "1_0", ".inf", "<<", "=", "- a"]),
 )
 
 

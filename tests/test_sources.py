@@ -97,9 +97,7 @@ def make_pair(state=None):
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize(
-    "published", [False, pytest.param(True, marks=needs_weights)], ids=["random", "published"]
-)
+@pytest.mark.parametrize("published", [False, pytest.param(True, marks=needs_weights)], ids=["random", "published"])
 def test_logits_gradients_and_statistics_are_those_of_option_a(published, training):
     state = load_file(WEIGHTS / "resnet20_cifar10.safetensors") if published else None
     model, plain = make_pair(state)
@@ -295,9 +293,7 @@ def test_a_weights_file_loads_with_its_own_classifier(trained, tmp_path, suffix)
         lambda state: {"state_dict": {f"module._orig_mod.{key}": value for key, value in state.items()}},
         lambda state: {"state_dict": {}, "state_dict_ema": state},
         lambda state: {key: value for key, value in state.items() if not key.endswith("tracked")},
-        lambda state: {
-            key: value.half() if value.is_floating_point() else value for key, value in state.items()
-        },
+        lambda state: {key: value.half() if value.is_floating_point() else value for key, value in state.items()},
     ],
     ids=["state_dict", "model", "module", "compiled", "ema", "no counters", "half"],
 )

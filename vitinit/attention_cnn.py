@@ -16,7 +16,15 @@ ARCHITECTURE = "vitinit_attention_cnn"
 
 # What an export does not say itself; its own pretrained_cfg carries the source's normalization and image size.
 default_cfgs = generate_default_cfgs(
-    {ARCHITECTURE: {"url": "", "num_classes": 1000, "input_size": (3, 224, 224), "first_conv": None, "classifier": None}}
+    {
+        ARCHITECTURE: {
+            "url": "",
+            "num_classes": 1000,
+            "input_size": (3, 224, 224),
+            "first_conv": None,
+            "classifier": None,
+        }
+    }
 )
 
 

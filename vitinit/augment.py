@@ -29,19 +29,15 @@ def epoch_batches(n: int, *, batch_size: int, seed: int, epoch: int) -> Tensor:
         ValueError: `n` or `batch_size` below 1.
     """
     if n < 1 or batch_size < 1:
-        raise ValueError(
-            f"expected n and batch_size of at least 1, got n={n}, batch_size={batch_size}"
-        )
+        raise ValueError(f"n={n}, batch_size={batch_size}: expected at least one image and a batch of one")
     order = torch.randperm(n, generator=_generator(seed, epoch, "order"))  # (n,)
     size = min(batch_size, n)
     return order[: n // size * size].view(-1, size)  # (steps, B)
 
 
 def normalize(images: Tensor, *, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Returns (images / 255 - mean) / std in float32 for uint8 images (b, 3, H, W); mean and std are per channel."""
-    centre, scale = (
-        255 * images.new_tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std)
-    )
+    """Returns (images / 255 - mean) / std of uint8 images (b, 3, H, W), float32; mean and std by channel."""
+    centre, scale = (255 * images.new_tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
     return (images - centre).div_(scale)
 
 
@@ -53,8 +49,8 @@ class Augmentation:
         crop_padding: Pixels of reflection around the image before a random crop of its old size; 0 is off.
         hflip: Mirror half of the images.
         mixup: Alpha of mixup's Beta(alpha, alpha), one weight a batch (Zhang et al. 2018); 0 is off.
-        cutmix: Alpha of cutmix's Beta(alpha, alpha), one box a batch (Yun et al. 2019); 0 is off. With mixup on
-            as well, each batch takes one of the two at random.
+        cutmix: Alpha of cutmix's Beta(alpha, alpha), one box a batch (Yun et al. 2019); 0 is off. With
+            mixup on as well, each batch takes one of the two at random.
         smoothing: Part of the label's mass that is spread evenly over all classes.
         mean: Of the source CNN's input, a number a channel, for pixels from 0 to 1.
         std: Likewise.
@@ -71,16 +67,9 @@ class Augmentation:
     num_classes: int
 
     def batch(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        indices: Tensor,
-        *,
-        seed: int,
-        step: int,
-        rank: int = 0,
+        self, images: Tensor, labels: Tensor, indices: Tensor, *, seed: int, step: int, rank: int = 0,
         world: int = 1,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Returns this process's augmented, normalized images and their targets.
 
         Args:
@@ -93,8 +82,8 @@ class Augmentation:
             world: Number of processes.
 
         Returns:
-            Images (b, 3, H, W) in float32, and targets: classes (b,), or class probabilities (b, num_classes) in
-            float32 with smoothing, mixup or cutmix.
+            Images (b, 3, H, W) in float32, and targets: classes (b,), or class probabilities (b, num_classes)
+            in float32 with smoothing, mixup or cutmix.
 
         Raises:
             ValueError: A global batch that `world` does not divide, or a crop padding that the image is too
@@ -133,28 +122,23 @@ class Augmentation:
             x[..., top:bottom, left:right] = other_x[..., top:bottom, left:right]
         return x, y * weight + other_y * (1 - weight)
 
-    def _draw_geometry(
-        self, size: int, shape: tuple[int, int], seed: int, step: int
-    ) -> tuple[Tensor, Tensor] | None:
+    def _draw_geometry(self, size: int, shape: tuple[int, int], seed: int, step: int) -> tuple[Tensor, Tensor] | None:
         """Source rows (B, H) and columns (B, W) of every output pixel, or None where nothing moves."""
         if not (self.crop_padding or self.hflip):
             return None
         if self.crop_padding >= min(shape):
             raise ValueError(
-                f"crop_padding={self.crop_padding} reflects more than an image of {shape[0]}x{shape[1]} pixels has: "
-                f"use at most {min(shape) - 1}"
+                f"crop_padding={self.crop_padding} is more than {shape[0]}x{shape[1]} pixels can reflect: use "
+                f"at most {min(shape) - 1}"
             )
         rows, columns = (torch.arange(side).expand(size, -1) for side in shape)
         if self.hflip:
             flips = torch.rand(size, generator=_generator(seed, step, "flip")) < 0.5  # (B,)
             columns = torch.where(flips[:, None], columns.flip(1), columns)
         if self.crop_padding:
-            offsets = torch.randint(
-                -self.crop_padding,
-                self.crop_padding + 1,
-                (2, size, 1),
-                generator=_generator(seed, step, "crop"),
-            )  # (2, B, 1)
+            generator = _generator(seed, step, "crop")
+            offsets = torch.randint(2 * self.crop_padding + 1, (2, size, 1), generator=generator)
+            offsets -= self.crop_padding  # (2, B, 1)
             rows, columns = _reflect(rows + offsets[0], shape[0]), _reflect(columns + offsets[1], shape[1])
         return rows, columns
 
@@ -162,8 +146,7 @@ class Augmentation:
         self, shape: tuple[int, int], seed: int, step: int
     ) -> tuple[float, tuple[int, int, int, int] | None]:
         """Weight of an image against its partner, and cutmix's box as (top, bottom, left, right)."""
-        # numpy, for torch's beta distribution takes no generator
-        random = np.random.default_rng(_hash_seed(seed, step, "mixing"))
+        random = np.random.default_rng(_hash_seed(seed, step, "mixing"))  # torch's beta takes no generator
         cuts = random.random() < 0.5 if self.mixup and self.cutmix else bool(self.cutmix)
         alpha = self.cutmix if cuts else self.mixup
         weight = float(random.beta(alpha, alpha))

@@ -315,7 +315,7 @@ def _measure_layers(
     """Logits of the CNN; on the way, the error of each attention layer on its convolution's own input."""
     rows = {row.name: row for row in report.layers}
 
-    def compare(name: str):  # noqa: ANN202
+    def compare(name: str):
         def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             rows[name].error = relative_error([replacements[name](inputs[0])], [output])
 

@@ -192,9 +192,7 @@ class _Split:
 
 def _check_arguments(k: int | None, fraction: float | None, holdout: float, on_corrupt: str) -> None:
     if k is not None and fraction is not None:
-        raise DataError(
-            f"images_per_class={k} and fraction={fraction} both size the subset: give one of them"
-        )
+        raise DataError(f"images_per_class={k} and fraction={fraction} both size the subset: give one")
     for name, value, is_right, expected in (
         ("images_per_class", k, k is None or k >= 1, "at least 1"),
         ("fraction", fraction, fraction is None or 0 < fraction <= 1, "a number above 0 and at most 1"),
@@ -239,9 +237,7 @@ def _download(hub_id: str, part: str | None, *, name: str, missed: Path | None) 
     cause, pattern = None, f"{part}/*.parquet" if part else "*.parquet"
     for revision in ("main", "refs/convert/parquet"):  # the second is the copy that the hub itself converts
         try:
-            root = Path(
-                snapshot_download(hub_id, repo_type="dataset", revision=revision, allow_patterns=pattern)
-            )
+            root = Path(snapshot_download(hub_id, repo_type="dataset", revision=revision, allow_patterns=pattern))
             if any((root / (part or "")).rglob("*.parquet")):
                 return root / (part or "")
         except Exception as error:  # the hub's client raises its own errors, its HTTP library's and OSError
@@ -276,9 +272,7 @@ def _read_folder(folder: Path) -> dict[str, Dataset]:
         problem = holds if folder.exists() else "does not exist"
         raise DataError(f"data.path: {folder} {problem}; expected {_LAYOUT}")
     if len(groups) > 1:
-        raise DataError(
-            f"data.path: several data sets below {folder}: give one of {', '.join(map(str, groups))}"
-        )
+        raise DataError(f"data.path: several data sets in {folder}: give one of {', '.join(map(str, groups))}")
     files = groups.popitem()[1]
     try:
         # One by one: together, the second split would be read with the class numbers of the first.
@@ -294,9 +288,7 @@ def _read_digits() -> dict[str, Dataset]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise DataError(
-            "digits is a part of scikit-learn, which is missing: pip install scikit-learn"
-        ) from error
+        raise DataError("digits needs scikit-learn: pip install scikit-learn") from error
     values, digits = load_digits(return_X_y=True)
     images = list((values.reshape(-1, 8, 8) * 255 / 16).round().astype(np.uint8))  # from 0..16
     is_test = np.zeros(len(digits), dtype=bool)
@@ -305,10 +297,7 @@ def _read_digits() -> dict[str, Dataset]:
     features = Features({"image": Image(), "label": ClassLabel(names=[str(digit) for digit in range(10)])})
     # Both splits have all rows, so that row numbers are those of the data set; label -1 leaves a row out.
     labels = {"train": np.where(is_test, -1, digits), "test": np.where(is_test, digits, -1)}
-    return {
-        split: Dataset.from_dict({"image": images, "label": labels[split]}, features=features)
-        for split in labels
-    }
+    return {split: Dataset.from_dict({"image": images, "label": labels[split]}, features=features) for split in labels}
 
 
 # Which column, which rows
@@ -317,9 +306,7 @@ def _read_digits() -> dict[str, Dataset]:
 def _choose_splits(tables: dict[str, Dataset], label: str | None, found: str) -> tuple[_Split, _Split]:
     candidates = [name for name in TEST_SPLITS if name in tables]
     if "train" not in tables or not candidates:
-        raise DataError(
-            f"{found}: expected a train and a test (or validation) split, got {', '.join(tables)}"
-        )
+        raise DataError(f"{found}: expected the splits train and test (or validation), got {', '.join(tables)}")
     train = _open_split("train", tables["train"], label)
     for name in candidates:
         test = _open_split(name, tables[name], label)
@@ -340,9 +327,7 @@ def _open_split(name: str, table: Dataset, label: str | None) -> _Split:
     images = [column for column, kind in features.items() if isinstance(kind, Image)]
     if not labels or (label is not None and label not in labels):
         wanted = "no label column" if label is None else f"data.label: no label column {label!r}"
-        raise DataError(
-            f"{wanted}; with class names: {', '.join(labels) or 'none'}, of {', '.join(features)}"
-        )
+        raise DataError(f"{wanted}; with class names: {', '.join(labels) or 'none'}, of {', '.join(features)}")
     if label is None and len(labels) > 1:
         raise DataError(f"several label columns: {', '.join(labels)}; choose one with data.label")
     usual = [column for column in ("image", "img") if column in images] or images

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 # Okabe and Ito's colours, told apart in greyscale and by most colour-blind readers.
 CONSTRUCTION, RANDOM, SOURCE, PROBE = "#0072B2", "#E69F00", "#555555", "#56B4E9"
@@ -23,7 +23,10 @@ def plot_summary(metrics: dict, path: Path, *, title: str) -> None:
     """
     name = f"{metrics['init']} init" if metrics["model"] == "converted" else "source CNN"
     main = CONSTRUCTION if metrics["init"] == "construction" else RANDOM
-    bars = [(f"{name},\nstep 0", metrics["step0"]["accuracy"], PROBE), (f"{name},\nfine-tuned", metrics["accuracy"], main)]
+    bars = [
+        (f"{name},\nstep 0", metrics["step0"]["accuracy"], PROBE),
+        (f"{name},\nfine-tuned", metrics["accuracy"], main),
+    ]
     if metrics["step0"]["probe_accuracy"] is not None:
         bars.insert(1, (f"{name},\nstep-0 linear probe", metrics["step0"]["probe_accuracy"], PROBE))
     if "source_accuracy" in metrics:

@@ -21,9 +21,7 @@ from torch import Tensor
 from vitinit.errors import ConstructionError
 
 
-def axis_offsets(
-    kernel: int, *, stride: int, dilation: int, before: int, patch: int, in_patch: int
-) -> tuple[int, ...]:
+def axis_offsets(kernel: int, *, stride: int, dilation: int, before: int, patch: int, in_patch: int) -> tuple[int, ...]:
     """Token offsets that a kernel reaches along one axis, ascending; the arguments are `AxisGeometry`'s."""
     reads = (stride * u - before + dilation * k for u in range(patch) for k in range(kernel))
     return tuple(sorted({pixel // in_patch for pixel in reads}))

@@ -7,30 +7,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitinit.augment import normalize
-from vitinit.data import ImageSet
 
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1)
 
 
-def linear_probe(
-    model: nn.Module, train: ImageSet, test: ImageSet, *, mean: tuple[float, ...], std: tuple[float, ...]
-) -> float:
-    """Test accuracy (0 to 1) of a logistic regression on the features before the classifier.
+def linear_probe(x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, *, num_classes: int) -> float:
+    """Test accuracy (0 to 1) of a logistic regression on features, see `extract_features`.
 
     The features are standardized by the training images' statistics. The L2 penalty is chosen among
     `PENALTIES` on every fifth training image, never on the test images, then the fit uses all of them.
+
+    Args:
+        x: (n, num_features) of the training images.
+        y: (n,) their labels.
+        x_test: (m, num_features).
+        y_test: (m,).
+        num_classes: Number of classes.
     """
-    x, x_test = (extract_features(model, part.images, mean=mean, std=std) for part in (train, test))
     centre, scale = x.mean(dim=0), x.std(dim=0) + 1e-6
-    x, x_test, y = (x - centre) / scale, (x_test - centre) / scale, train.labels
-    n_classes, chosen = len(train.classes), torch.arange(len(y), device=y.device) % 5 == 0
+    x, x_test = (x - centre) / scale, (x_test - centre) / scale
+    chosen = torch.arange(len(y), device=y.device) % 5 == 0
 
     def score(penalty: float) -> float:
-        weight = _fit_logistic(x[~chosen], y[~chosen], n_classes, penalty)
+        weight = _fit_logistic(x[~chosen], y[~chosen], num_classes, penalty)
         return _accuracy(weight, x[chosen], y[chosen])
 
     best = max(PENALTIES, key=score)
-    return _accuracy(_fit_logistic(x, y, n_classes, best), x_test, test.labels)
+    return _accuracy(_fit_logistic(x, y, num_classes, best), x_test, y_test)
 
 
 @torch.no_grad()

@@ -160,9 +160,7 @@ def list_recipes(*, folder: Path | None = None) -> list[str]:
     return sorted(_find_recipes(folder))
 
 
-def load_recipe(
-    name_or_path: str | Path, *, overrides: Sequence[str] = (), folder: Path | None = None
-) -> Recipe:
+def load_recipe(name_or_path: str | Path, *, overrides: Sequence[str] = (), folder: Path | None = None) -> Recipe:
     """Reads a recipe by name or path.
 
     Args:

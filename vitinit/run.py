@@ -167,11 +167,9 @@ def _train_arm(
     keeps_features = recipe.init == "construction" and not _keeps_head(recipe)
     step0 = {"accuracy": evaluate(model, splits.test, **shared), "probe_accuracy": None}
     if keeps_features:
-        train, test = splits.train.to(accelerator.device), splits.test.to(accelerator.device)
-        step0["probe_accuracy"] = probe.linear_probe(model, train, test, mean=source.mean, std=source.std)
-        log(f"step 0    {recipe.evaluate} accuracy {step0['accuracy']:.1%}, {step0['probe_accuracy']:.1%} with a linear probe")
-    else:
-        log(f"step 0    {recipe.evaluate} accuracy {step0['accuracy']:.1%}")
+        step0["probe_accuracy"] = _probe(model, splits, source, accelerator)
+    probed = f", {step0['probe_accuracy']:.1%} with a linear probe" if keeps_features else ""
+    log(f"step 0    {recipe.evaluate} accuracy {step0['accuracy']:.1%}{probed}")
 
     trained, record = fit(
         model, splits, config=recipe.train, seed=recipe.seed, folder=folder, settings=settings,
@@ -195,6 +193,15 @@ def _train_arm(
             _write_json(metrics, done)
     accelerator.wait_for_everyone()
     return metrics
+
+
+def _probe(model: nn.Module, splits: LowDataSplits, source: Source, accelerator: Accelerator) -> float:
+    train, test = splits.train.to(accelerator.device), splits.test.to(accelerator.device)
+    with accelerator.autocast():
+        x, x_test = (
+            probe.extract_features(model, part.images, mean=source.mean, std=source.std) for part in (train, test)
+        )
+    return probe.linear_probe(x, train.labels, x_test, test.labels, num_classes=len(train.classes))
 
 
 def build_network(recipe: Recipe, source: Source, splits: LowDataSplits) -> Network:
@@ -378,12 +385,12 @@ tags: [image-classification, timm, vitinit]
 ---
 # {recipe.name}
 
-{what} on {metrics['n_train']} images of `{recipe.data.name}` (seed {recipe.seed}).
+{what} on {metrics["n_train"]} images of `{recipe.data.name}` (seed {recipe.seed}).
 
 | | test accuracy |
 |---|---|
-| step 0 | {metrics['step0']['accuracy']:.2%} |
-| after {metrics['steps']} steps | {metrics['accuracy']:.2%} |
+| step 0 | {metrics["step0"]["accuracy"]:.2%} |
+| after {metrics["steps"]} steps | {metrics["accuracy"]:.2%} |
 
 ```python
 import timm, vitinit  # vitinit registers the architecture

@@ -157,9 +157,7 @@ def _create(model: str, pretrained: bool, kwargs: dict, advice: str = "") -> nn.
     except Exception as error:  # the hub's client, its HTTP library, torch, safetensors: types of their own
         if isinstance(error, TypeError) and "drop_path_rate" in str(error):
             advice = "this network has no stochastic depth, set train.drop_path to 0"
-        raise SourceError(
-            f"could not load {model} ({_name_reason(error)}){advice and ': '}{advice}"
-        ) from error
+        raise SourceError(f"could not load {model} ({_name_reason(error)}){advice and ': '}{advice}") from error
 
 
 def _load_published(name: str, kwargs: dict) -> tuple[nn.Module, str]:

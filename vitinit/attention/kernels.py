@@ -55,7 +55,7 @@ def content_maps(query: Tensor, key: Tensor, bias: Tensor, sink: Tensor) -> Tens
 
 
 def choose_backend(query: Tensor, bias: Tensor) -> str:
-    """"matmul" or "sdpa", by device and by whether the bias needs a gradient.
+    """ "matmul" or "sdpa", by device and by whether the bias needs a gradient.
 
     On CPU the fused kernel leaves its fast path when the mask needs a gradient, and even without one it is
     slower in bfloat16 at the few hundred tokens of these networks. On CUDA only the memory-efficient kernel
