@@ -57,13 +57,14 @@ def choose_rate(
     return max(scores, key=scores.get), scores
 
 
-def interval(values: list[float]) -> float | None:
+def confidence_interval(values: list[float]) -> float | None:
     """Half width of the 95 % interval of the mean."""
     n = len(values)
     return STUDENT[n - 2] * statistics.stdev(values) / math.sqrt(n) if n > 1 else None
 
 
 def main() -> None:
+    """Run the cells, arm by arm; the JSON is written anew after each arm."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -87,17 +88,28 @@ def main() -> None:
             for seed in range(args.seeds)
         ]  # fmt: skip
         accuracies = [cell["accuracy"] for cell in cells]
-        rows.append({
-            "arm": arm, "settings": settings, "lr": rate, "holdout_accuracy_by_lr": {f"{r:g}": s for r, s in scores.items()},
-            "n": len(cells), "accuracy": accuracies, "mean": statistics.mean(accuracies),
-            "spread": statistics.stdev(accuracies) if len(cells) > 1 else None, "interval95": interval(accuracies),
-            "step0_accuracy": [cell["step0"]["accuracy"] for cell in cells],
-            "step0_probe_accuracy": [cell["step0"]["probe_accuracy"] for cell in cells],
-            "train_seconds": [round(cell["seconds"], 1) for cell in cells],
-            "parameters": cells[0]["parameters"], "n_train": cells[0]["n_train"], "steps": cells[0]["steps"],
-            "images_seen": cells[0]["images_seen"], "subset_sha256": [cell["subset_sha256"] for cell in cells],
-            "environment": cells[-1]["environment"],
-        })  # fmt: skip
+        rows.append(
+            {
+                "arm": arm,
+                "settings": settings,
+                "lr": rate,
+                "holdout_accuracy_by_lr": {f"{r:g}": s for r, s in scores.items()},
+                "n": len(cells),
+                "accuracy": accuracies,
+                "mean": statistics.mean(accuracies),
+                "spread": statistics.stdev(accuracies) if len(cells) > 1 else None,
+                "interval95": confidence_interval(accuracies),
+                "step0_accuracy": [cell["step0"]["accuracy"] for cell in cells],
+                "step0_probe_accuracy": [cell["step0"]["probe_accuracy"] for cell in cells],
+                "train_seconds": [round(cell["seconds"], 1) for cell in cells],
+                "parameters": cells[0]["parameters"],
+                "n_train": cells[0]["n_train"],
+                "steps": cells[0]["steps"],
+                "images_seen": cells[0]["images_seen"],
+                "subset_sha256": [cell["subset_sha256"] for cell in cells],
+                "environment": cells[-1]["environment"],
+            }
+        )
         write(rows, args)
 
 
@@ -114,9 +126,9 @@ def write(rows: list[dict], args: argparse.Namespace) -> None:
         probe = row["step0_probe_accuracy"]
         probe = f"{statistics.mean(probe):7.1%}" if probe[0] is not None else "      -"
         half = f"± {row['interval95']:.1%}" if row["interval95"] is not None else ""
+        step0, seconds = (statistics.mean(row[key]) for key in ("step0_accuracy", "train_seconds"))
         print(
-            f"{row['arm']:32} {row['lr']:7g} {row['mean']:8.1%} {half:>7} {statistics.mean(row['step0_accuracy']):7.1%} "
-            f"{probe} {statistics.mean(row['train_seconds']):8.0f}  {row['n']}",
+            f"{row['arm']:32} {row['lr']:7g} {row['mean']:8.1%} {half:>7} {step0:7.1%} {probe} {seconds:8.0f}  {row['n']}",
             flush=True,
         )
 

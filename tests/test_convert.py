@@ -12,7 +12,9 @@ from torch import nn
 
 import vitinit
 from vitinit.attention.conv import AttentionConv2d
+from vitinit.augment import normalize
 from vitinit.convert import attention_specs, replace_convolutions
+from vitinit.data import load_splits
 from vitinit.errors import ConstructionError, ConversionError
 from vitinit.sources import load_source
 
@@ -105,6 +107,21 @@ def test_published_weights(name, shared_weights):
     assert (model(images) - source.model(images)).norm() <= 1e-5 * source.model(images).norm()
 
 
+def test_published_weights_see_through_the_conversion(shared_weights, shared_data):
+    """CIFAR-100 has no CIFAR-10 labels, but its pickup trucks are automobiles or trucks to a good network."""
+    source = load_source("resnet20_cifar", weights=shared_weights / "resnet20_cifar10.safetensors")
+    test = load_splits(
+        "cifar100", path=shared_data / "cifar100", label="fine_label", img_size=32, images_per_class=1
+    ).test
+    pickups = test.images[test.labels == test.classes.index("pickup_truck")]
+    images = normalize(pickups, mean=source.mean, std=source.std)
+    model, _ = vitinit.convert(source.model, img_size=32)
+    predictions = model(images).argmax(1)
+    assert torch.equal(predictions, source.model(images).argmax(1))
+    automobile, truck = 1, 9
+    assert ((predictions == automobile) | (predictions == truck)).float().mean() > 0.8
+
+
 def test_a_tied_network_with_frozen_positions_trains_exactly_like_its_cnn():
     """Ten optimizer steps in training mode: same losses, and at the end the same kernels and statistics."""
     cnn = randomize_norms(timm.create_model("resnet8_cifar")).double()
@@ -147,7 +164,7 @@ def test_conversion_keeps_the_mode_and_the_global_random_state():
 @pytest.mark.parametrize("patch", [1, 2, 4])
 def test_patch_sides(patch):
     cnn = randomize_norms(timm.create_model("resnet8_cifar")).double()
-    model, report = vitinit.convert(cnn, img_size=32, stages=["layer2"], patch=patch)
+    _, report = vitinit.convert(cnn, img_size=32, stages=["layer2"], patch=patch)
     assert {row.patch for row in report.converted} == {(patch, patch)}
     assert report.logits_error < 1e-12
 
@@ -164,7 +181,7 @@ def test_rebuilding_from_specs():
 def test_a_capped_rank_needs_a_tolerance():
     cnn = randomize_norms(timm.create_model("resnet8_cifar"))
     settings = {"img_size": 32, "stages": 1, "values": "factorized", "weights": "free", "rank": 4}
-    with pytest.raises(ConversionError, match="more than the tolerance 1e-04; worst layer .* raise rank, or pass tol"):
+    with pytest.raises(ConversionError, match=r"more than the tolerance 1e-04; worst layer .* raise rank, or pass tol"):
         vitinit.convert(cnn, **settings)
     _, report = vitinit.convert(cnn, **settings, tolerance=10.0)
     assert "kernel energy kept: at least" in str(report)
@@ -205,5 +222,5 @@ def test_networks_without_convolutions_to_convert():
 
 
 def test_sharpness_out_of_range():
-    with pytest.raises(ConstructionError, match="sharpness 1.5 is not between"):
+    with pytest.raises(ConstructionError, match=r"sharpness 1\.5 is not between"):
         vitinit.convert(small_cnn(), img_size=32, sharpness=1.5)

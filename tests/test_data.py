@@ -530,7 +530,7 @@ def test_the_import_is_cheap():
     imported = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in body if isinstance(node, ast.ImportFrom)}
     ours = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
-    assert ours == {"numpy", "torch", "vitinit.errors"}
+    assert ours == {"numpy", "torch", "vitinit.errors", "vitinit.locate"}
 
 
 # Real data

@@ -29,8 +29,8 @@ def plot_summary(metrics: dict, path: Path, *, title: str) -> None:
     ]
     if metrics["step0"]["probe_accuracy"] is not None:
         bars.insert(1, (f"{name},\nstep-0 linear probe", metrics["step0"]["probe_accuracy"], PROBE))
-    if "source_accuracy" in metrics:
-        bars.insert(0, ("source CNN\n(stage 1)", metrics["source_accuracy"], SOURCE))
+    if "source" in metrics:
+        bars.insert(0, ("source CNN\n(stage 1)", metrics["source"]["accuracy"], SOURCE))
     if "random" in metrics:
         bars.append(("random init,\nsame network", metrics["random"]["accuracy"], RANDOM))
 
@@ -42,10 +42,15 @@ def plot_summary(metrics: dict, path: Path, *, title: str) -> None:
     left.set_ylabel(f"test accuracy in % ({metrics['n_test']} images)")
     left.set_title(f"{metrics['n_train']} training images", fontsize=10)
 
-    curves = [(name, metrics, main)] + ([("random init", metrics["random"], RANDOM)] if "random" in metrics else [])
-    for label, run, colour in curves:
-        losses = [line["loss"] for line in run["epochs"]]
-        right.plot(range(1, len(losses) + 1), losses, color=colour, marker="o", markersize=2.5, label=label)
+    stage1 = metrics["source"]["epochs"] if "source" in metrics else []
+    curves = [(name, metrics["epochs"], main, len(stage1))]
+    if stage1:
+        curves.insert(0, ("source CNN (stage 1)", stage1, SOURCE, 0))
+    if "random" in metrics:
+        curves.append(("random init", metrics["random"]["epochs"], RANDOM, 0))
+    for label, epochs, colour, start in curves:
+        x = range(start + 1, start + len(epochs) + 1)
+        right.plot(x, [e["loss"] for e in epochs], color=colour, marker="o", markersize=2.5, label=label)
     right.set(xlabel="epoch", ylabel="training loss", ylim=(0, None))
     right.legend(frameon=False)
     for axes in (left, right):

@@ -117,17 +117,17 @@ def summarize(metrics: dict) -> str:
     """The few lines at the end of a run: test accuracy at the start and at the end, against what."""
     name = f"{metrics['init']} init" if metrics["model"] == "converted" else f"source CNN ({metrics['init']})"
     rows = []
-    if "source_accuracy" in metrics:
-        rows.append(("source CNN, trained on the same images", metrics["source_accuracy"]))
+    if "source" in metrics:
+        rows.append(("source CNN, trained on the same images", metrics["source"]["accuracy"]))
     rows.append((f"{name}, step 0", metrics["step0"]["accuracy"]))
     if metrics["step0"]["probe_accuracy"] is not None:
         rows.append((f"{name}, linear probe of step 0", metrics["step0"]["probe_accuracy"]))
     rows.append((f"{name}, fine-tuned", metrics["accuracy"]))
     if "random" in metrics:
-        rows.append(("same network, random init", metrics["random"]["accuracy"]))
+        rows.append(("same network, random init, as many images", metrics["random"]["accuracy"]))
     kind = metrics["recipe"]["evaluate"]
     lines = [f"{kind} accuracy ({metrics['n_train']} training images, {metrics['n_test']} {kind} images)"]
-    lines += [f"  {label:<40} {accuracy:6.1%}" for label, accuracy in rows]
+    lines += [f"  {label:<42} {accuracy:6.1%}" for label, accuracy in rows]
     if "random" in metrics:
         gain = metrics["accuracy"] - metrics["random"]["accuracy"]
         lines.append(f"  gained over random init: {100 * gain:+.1f} points")
@@ -155,7 +155,7 @@ def _train_arm(
         record = _train_source(recipe, source, splits, folder=folder / "source", resume=resume, log=log, **shared)
         test = evaluate(source.model, splits.test, **shared)
         log(f"source    trained in {format_seconds(record['seconds'])}, {recipe.evaluate} accuracy {test:.1%}")
-        metrics |= {"source_accuracy": test, "source_seconds": record["seconds"]}
+        metrics["source"] = {"accuracy": test, **record}
 
     network = build_network(recipe, source, splits)
     if network.report is not None:
