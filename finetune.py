@@ -20,9 +20,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="results folder (default: runs/RECIPE)")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted run")
     parser.add_argument("--overwrite", action="store_true", help="replace what the results folder holds")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print recipe, conversion, steps and time; train nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="print recipe, conversion, steps and time only")
     args = parser.parse_args()
     try:
         recipe = load_recipe(args.recipe, overrides=args.set)

@@ -120,9 +120,8 @@ def main() -> None:
         for kernel in range(2, 12):
             row = {"dtype": name, **measure_kernel(kernel, dtype)}
             kernels.append(row)
-            print(
-                f"{name}  K={kernel:<2}  {row['cases']} cases  border {row['border']:.1e}  interior {row['interior']:.1e}"
-            )
+            errors = f"border {row['border']:.1e}  interior {row['interior']:.1e}"
+            print(f"{name}  K={kernel:<2}  {row['cases']} cases  {errors}", flush=True)
     for name, dtype in DTYPES.items():
         for network, size in (("resnet18", 64), ("resnet50", 64)):
             cnn = randomize_norms(timm.create_model(network)).eval()

@@ -127,10 +127,8 @@ def write(rows: list[dict], args: argparse.Namespace) -> None:
         probe = f"{statistics.mean(probe):7.1%}" if probe[0] is not None else "      -"
         half = f"± {row['interval95']:.1%}" if row["interval95"] is not None else ""
         step0, seconds = (statistics.mean(row[key]) for key in ("step0_accuracy", "train_seconds"))
-        print(
-            f"{row['arm']:32} {row['lr']:7g} {row['mean']:8.1%} {half:>7} {step0:7.1%} {probe} {seconds:8.0f}  {row['n']}",
-            flush=True,
-        )
+        end = f"{row['mean']:8.1%} {half:>7} {step0:7.1%} {probe} {seconds:8.0f}  {row['n']}"
+        print(f"{row['arm']:32} {row['lr']:7g} {end}", flush=True)
 
 
 if __name__ == "__main__":

@@ -69,9 +69,9 @@ def low_data() -> str:
     header = ["arm", "lr", "step 0, new head", "step 0, linear probe", "test accuracy, %", "seeds", "train s"]
     first = content["rows"][0]
     note = (
-        f"{first['n_train']:,} training images, {content['epochs']} epochs ({first['images_seen']:,} images seen); rate "
-        f"chosen from {', '.join(f'{r:g}' for r in content['rates'])} on a held-out {content['holdout']:.0%} of the "
-        "subset; mean with its 95 % interval."
+        f"{first['n_train']:,} training images, {content['epochs']} epochs ({first['images_seen']:,} images seen); "
+        f"rate chosen from {', '.join(f'{r:g}' for r in content['rates'])} on a held-out {content['holdout']:.0%} of "
+        "the subset; mean with its 95 % interval."
     )
     return f"{table(header, rows)}\n\n{note} {origin(content, content['rows'][-1]['environment'])}"
 

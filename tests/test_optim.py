@@ -1,5 +1,6 @@
 """The learning-rate schedule against PyTorch's, and which parameters are scaled, decayed or left out."""
 
+import itertools
 import math
 
 import pytest
@@ -35,7 +36,7 @@ def test_rate_rises_linearly_to_the_peak_and_falls_to_the_floor_at_the_last_step
     rates = [learning_rate(step, steps=100, warmup_steps=10, peak=2.0, floor=0.5) for step in range(100)]
     assert rates[:10] == pytest.approx([2.0 * (step + 1) / 11 for step in range(10)])
     assert rates[10] == max(rates) == 2.0
-    assert all(later < earlier for earlier, later in zip(rates[10:], rates[11:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[10:]))
     assert rates[99] == pytest.approx(0.5, abs=1e-12)
 
 
@@ -119,7 +120,7 @@ def test_layer_decay_lowers_the_rate_by_one_factor_a_layer_from_the_head_down(co
     assert by_layer["fc"] == {1.0}
     assert by_layer["conv1"] == by_layer["bn1"]
     rates = [by_layer[layer].pop() for layer in ("conv1", "layer1", "layer2", "layer3", "fc")]
-    assert [math.log2(later / earlier) for earlier, later in zip(rates, rates[1:], strict=False)] == [1, 1, 1, 1]
+    assert [math.log2(later / earlier) for earlier, later in itertools.pairwise(rates)] == [1, 1, 1, 1]
 
 
 def test_position_rate_and_layer_decay_multiply(converted):

@@ -38,7 +38,7 @@ def load_state(folder: Path) -> dict:
         raise CheckpointError(f"{folder} holds no {STATE_FILE} to resume from: start the run without --resume")
     try:
         state = torch.load(target, map_location="cpu", weights_only=True)
-        return {key: state[key] for key in ("recipe", "step", "model", "optimizer", "ema", "record")}
+        return {key: state[key] for key in ("recipe", "step", "model", "optimizer", "ema", "scaler", "record")}
     except Exception as error:  # a cut zip file, a foreign pickle or a missing key: torch has a type for each
         raise CheckpointError(
             f"{target} is incomplete or not a vitinit state ({type(error).__name__}): "
@@ -69,6 +69,8 @@ def export_model(
     overrides = {"num_classes": len(classes), **data}
     if architecture:
         overrides["architecture"] = architecture
+    # What timm replaces where a user asks for other classes.
+    overrides["classifier"] = next(name for name, part in model.named_modules() if part is model.get_classifier())
     save_for_hf(
         model, partial, safe_serialization=True, model_args=model_args, data_config=data,
         model_config={"label_names": list(classes), "pretrained_cfg": overrides},
@@ -96,6 +98,8 @@ def load(folder: str | Path) -> nn.Module:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         architecture = config["architecture"]
+        if not isinstance(architecture, str):
+            raise TypeError(f"the architecture is {architecture!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / 'config.json'} is damaged ({error}): export the model again") from error
     if not timm.is_model(architecture):

@@ -25,5 +25,9 @@ class SourceError(VitinitError):
     """A source CNN that could not be found or loaded."""
 
 
+class TrainingError(VitinitError):
+    """A training that went wrong while it ran."""
+
+
 class CheckpointError(VitinitError):
     """A run state or an export that is missing, incomplete or of another network."""

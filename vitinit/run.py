@@ -7,42 +7,28 @@ import dataclasses
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-import timm
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 from tqdm import tqdm
 
 from vitinit import checkpoint, probe
-from vitinit.attention_cnn import ARCHITECTURE
 from vitinit.augment import Augmentation
-from vitinit.convert import attention_specs, convert
 from vitinit.data import LowDataSplits, load_splits
 from vitinit.errors import CheckpointError, RecipeError
+from vitinit.network import build_network, keeps_head, load_recipe_source
 from vitinit.provenance import describe_environment
-from vitinit.recipe import Recipe, dump_recipe, recipe_to_dict
-from vitinit.report import ConversionReport
-from vitinit.sources import Source, load_source, parse_source
-from vitinit.train import evaluate, fit, format_seconds, set_backends, time_step
+from vitinit.recipe import Recipe, dump_recipe, load_recipe, recipe_to_dict
+from vitinit.sources import Source, parse_source
+from vitinit.summary import summarize, write_card
+from vitinit.train import check_settings, evaluate, fit, format_seconds, set_backends, time_step
 
 METRICS_FILE = "metrics.json"
 RECIPE_FILE = "recipe.resolved.yaml"
-
-
-@dataclass(frozen=True)
-class Network:
-    """A network ready to train, and what rebuilds it."""
-
-    model: nn.Module
-    architecture: str | None
-    model_args: dict | None
-    report: ConversionReport | None
-    convert_seconds: float
 
 
 def run_recipe(
@@ -63,15 +49,20 @@ def run_recipe(
     """
     set_backends()  # before any thread pool starts: its threads inherit the setting
     tracker = None if recipe.train.tracker == "none" or dry_run else recipe.train.tracker
+    AcceleratorState._reset_state()  # it allows one precision a process, which may run several recipes
     accelerator = Accelerator(mixed_precision=recipe.train.precision, log_with=tracker, project_dir=out)
+    if recipe.train.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would use float32
+        raise RecipeError("train.precision: fp16 needs a GPU, and this is a CPU: use bf16, or no")
     _use_all_cores(accelerator)
     if dry_run:
         return _plan(recipe, accelerator)
-    _check_folder(out, resume=resume, overwrite=overwrite)
+    _check_folder(out, recipe, resume=resume, overwrite=overwrite)
+    accelerator.wait_for_everyone()  # or the first process would fill the folder before the others have looked at it
     log = _Log(accelerator)
     splits = _load_data(recipe, log)
+    _check_batch(recipe, splits, accelerator)
     # Whatever can go wrong with the source goes wrong here, before anything in `out` is touched.
-    build_network(recipe, _load_source(recipe, len(splits.train.classes)), splits)
+    build_network(recipe, load_recipe_source(recipe, len(splits.train.classes)), splits)
     if accelerator.is_main_process:
         if overwrite:
             shutil.rmtree(out, ignore_errors=True)
@@ -81,7 +72,7 @@ def run_recipe(
         _write_json(splits.subset, out / "subset.json")
     accelerator.wait_for_everyone()
     if tracker:
-        accelerator.init_trackers(recipe.name)
+        accelerator.init_trackers(tracker)
     metrics = _train_arm(recipe, splits, accelerator=accelerator, folder=out, resume=resume, log=log)
     if recipe.compare_random and recipe.init == "construction":
         rival = _rival(recipe)
@@ -113,27 +104,6 @@ def _rival(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, init="random", compare_random=False, train=train)
 
 
-def summarize(metrics: dict) -> str:
-    """The few lines at the end of a run: test accuracy at the start and at the end, against what."""
-    name = f"{metrics['init']} init" if metrics["model"] == "converted" else f"source CNN ({metrics['init']})"
-    rows = []
-    if "source" in metrics:
-        rows.append(("source CNN, trained on the same images", metrics["source"]["accuracy"]))
-    rows.append((f"{name}, step 0", metrics["step0"]["accuracy"]))
-    if metrics["step0"]["probe_accuracy"] is not None:
-        rows.append((f"{name}, linear probe of step 0", metrics["step0"]["probe_accuracy"]))
-    rows.append((f"{name}, fine-tuned", metrics["accuracy"]))
-    if "random" in metrics:
-        rows.append(("same network, random init, as many images", metrics["random"]["accuracy"]))
-    kind = metrics["recipe"]["evaluate"]
-    lines = [f"{kind} accuracy ({metrics['n_train']} training images, {metrics['n_test']} {kind} images)"]
-    lines += [f"  {label:<42} {accuracy:6.1%}" for label, accuracy in rows]
-    if "random" in metrics:
-        gain = metrics["accuracy"] - metrics["random"]["accuracy"]
-        lines.append(f"  gained over random init: {100 * gain:+.1f} points")
-    return "\n".join(lines)
-
-
 def _train_arm(
     recipe: Recipe, splits: LowDataSplits, *, accelerator: Accelerator, folder: Path, resume: bool,
     log: Callable[[str], None],
@@ -144,7 +114,7 @@ def _train_arm(
         return json.loads(done.read_text(encoding="utf-8"))
     settings = recipe_to_dict(recipe)
     torch.manual_seed(recipe.seed)
-    source = _load_source(recipe, len(splits.train.classes))
+    source = load_recipe_source(recipe, len(splits.train.classes))
     log(f"source    {source.description}")
     augmentation = Augmentation(
         **dataclasses.asdict(recipe.augment), mean=source.mean, std=source.std, num_classes=len(splits.train.classes)
@@ -156,6 +126,7 @@ def _train_arm(
         test = evaluate(source.model, splits.test, **shared)
         log(f"source    trained in {format_seconds(record['seconds'])}, {recipe.evaluate} accuracy {test:.1%}")
         metrics["source"] = {"accuracy": test, **record}
+        torch.manual_seed(recipe.seed)  # the same draws below, whether this run or the resumed one has trained it
 
     network = build_network(recipe, source, splits)
     if network.report is not None:
@@ -164,7 +135,7 @@ def _train_arm(
             _write_json(network.report.to_dict(), folder / "conversion.json")
     model = network.model.to(accelerator.device)
     # A random network has no features to probe, and a kept classifier is better than a probe.
-    keeps_features = recipe.init == "construction" and not _keeps_head(recipe)
+    keeps_features = recipe.init == "construction" and not keeps_head(recipe)
     step0 = {"accuracy": evaluate(model, splits.test, **shared), "probe_accuracy": None}
     if keeps_features:
         step0["probe_accuracy"] = _probe(model, splits, source, accelerator)
@@ -186,7 +157,7 @@ def _train_arm(
         checkpoint.export_model(
             trained, folder / checkpoint.MODEL_FOLDER, classes=splits.train.classes, mean=source.mean,
             std=source.std, img_size=splits.train.images.shape[-2:], architecture=network.architecture,
-            model_args=network.model_args, card=_write_card(recipe, metrics),
+            model_args=network.model_args, card=write_card(recipe, metrics),
         )  # fmt: skip
         (folder / checkpoint.MODEL_FOLDER / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
         if folder.name == "random":
@@ -202,57 +173,6 @@ def _probe(model: nn.Module, splits: LowDataSplits, source: Source, accelerator:
             probe.extract_features(model, part.images, mean=source.mean, std=source.std) for part in (train, test)
         )
     return probe.linear_probe(x, train.labels, x_test, test.labels, num_classes=len(train.classes))
-
-
-def build_network(recipe: Recipe, source: Source, splits: LowDataSplits) -> Network:
-    """The network that a recipe trains: the source itself, or its conversion, or the same from random init.
-
-    Raises:
-        ConversionError: A source whose convolutions cannot be converted.
-    """
-    if recipe.model == "source":
-        return Network(source.model, None, None, None, 0.0)
-    started = time.perf_counter()
-    img_size = tuple(splits.test.images.shape[-2:])
-    converted, report = convert(source.model, img_size=img_size, **_convert_args(recipe))
-    args = {
-        "source": source.name, "layers": attention_specs(converted),
-        "source_args": {k: v for k, v in source.kwargs.items() if k not in ("num_classes", "drop_path_rate")},
-        "num_classes": len(splits.train.classes),
-    }  # fmt: skip
-    # Built by timm from names and numbers, exactly as an export will be.
-    model = timm.create_model(ARCHITECTURE, **args, drop_path_rate=recipe.train.drop_path)
-    if recipe.init == "construction":
-        model.load_state_dict(converted.state_dict())
-    return Network(model, ARCHITECTURE, args, report, time.perf_counter() - started)
-
-
-def _convert_args(recipe: Recipe) -> dict:
-    args = dataclasses.asdict(recipe.convert)
-    return {**args, "stages": list(args["stages"]) if isinstance(args["stages"], tuple) else args["stages"]}
-
-
-def _keeps_head(recipe: Recipe) -> bool:
-    return recipe.source.keep_head or parse_source(recipe.source.model)[0] == "train"
-
-
-def _load_source(recipe: Recipe, num_classes: int) -> Source:
-    """The source CNN with a classifier for these classes; random weights where the arm starts from them."""
-    config, is_random = recipe.source, recipe.init == "random"
-    kind, _ = parse_source(config.model)
-    source = load_source(
-        config.model, weights=None if is_random else config.weights, weights_classes=config.weights_classes,
-        pretrained=config.pretrained and not is_random, num_classes=num_classes if kind == "train" else None,
-        drop_path=recipe.train.drop_path,
-    )  # fmt: skip
-    if not _keeps_head(recipe):
-        source.model.reset_classifier(num_classes)
-    elif source.model.num_classes != num_classes:
-        raise RecipeError(
-            f"source.keep_head: the source has {source.model.num_classes} classes and the data {num_classes}: "
-            "set it to false for a new classifier"
-        )
-    return dataclasses.replace(source, kwargs={**source.kwargs, "num_classes": num_classes})
 
 
 def _train_source(
@@ -298,7 +218,7 @@ def _plan(recipe: Recipe, accelerator: Accelerator) -> dict:
     log = accelerator.print
     log(dump_recipe(recipe))
     splits = _load_data(recipe, log)
-    source = _load_source(recipe, len(splits.train.classes))
+    source = load_recipe_source(recipe, len(splits.train.classes))
     log(f"source    {source.description}")
     network = build_network(recipe, source, splits)
     if network.report is not None:
@@ -308,16 +228,33 @@ def _plan(recipe: Recipe, accelerator: Accelerator) -> dict:
     shape = (batch // accelerator.num_processes, *splits.train.images.shape[1:])
     labels = torch.zeros(shape[0], dtype=torch.long)
     seconds = time_step(copy.deepcopy(network.model), torch.randn(shape), labels, accelerator=accelerator)
-    extra = f" (and {recipe.source.epochs} epochs of the source first)" if recipe.source.epochs else ""
-    arms = 2 if recipe.compare_random and recipe.init == "construction" else 1
+    per_epoch = max(1, n // recipe.train.batch_size)
+    trainings, costly = [f"{steps} steps"], steps  # the source's own steps are cheaper
+    if parse_source(recipe.source.model)[0] == "train" and recipe.init == "construction":
+        trainings.insert(0, f"{recipe.source.epochs * per_epoch} steps of the source")
+    if recipe.compare_random and recipe.init == "construction":
+        rival = _rival(recipe).train.epochs * per_epoch
+        trainings.append(f"{rival} steps from random init")
+        costly += rival
     log(
-        f"plan      {arms} x {steps} steps of {batch} images{extra}; about {seconds * 1000:.0f} ms a step here, "
-        f"{format_seconds(arms * steps * seconds)} of training in all"
+        f"plan      {', then '.join(trainings)}, of {batch} images each; about {seconds * 1000:.0f} ms a step here "
+        f"(less for the source), {format_seconds(costly * seconds)} for the converted network"
     )
     return {"steps": steps, "seconds_per_step": seconds}
 
 
-def _check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
+def _check_batch(recipe: Recipe, splits: LowDataSplits, accelerator: Accelerator) -> None:
+    batch, world = min(recipe.train.batch_size, len(splits.train)), accelerator.num_processes
+    if batch % world:
+        raise RecipeError(
+            f"train.batch_size: {batch} images cannot be shared by {world} processes: use a multiple of {world}"
+        )
+    side = min(splits.train.images.shape[-2:])
+    if recipe.augment.crop_padding >= side:
+        raise RecipeError(f"augment.crop_padding: expected less than the image's {side} pixels")
+
+
+def _check_folder(out: Path, recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
     """Say why a results folder cannot be used, if so: nothing that is there is lost unasked."""
     if resume and overwrite:
         raise CheckpointError("--resume goes on with a run and --overwrite deletes it: pass one of them")
@@ -331,6 +268,9 @@ def _check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
             raise CheckpointError(
                 f"{out} holds no {checkpoint.STATE_FILE} to resume from: start the run without --resume"
             )
+        check_settings(recipe_to_dict(load_recipe(out / RECIPE_FILE)), recipe_to_dict(recipe), out)
+    elif out.exists() and not out.is_dir():
+        raise CheckpointError(f"{out} is not a folder: pass another --out DIR")
     elif out.exists() and any(out.iterdir()):
         if not is_run:
             raise CheckpointError(f"{out} holds files that are not of a vitinit run: pass another --out DIR")
@@ -370,32 +310,3 @@ class _Log:
 
 def _write_json(content: dict, path: Path) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_card(recipe: Recipe, metrics: dict) -> str:
-    what = (
-        f"The CNN `{recipe.source.model}`, fine-tuned"
-        if recipe.model == "source"
-        else f"A relative-position attention network built from the CNN `{recipe.source.model}` "
-        f"({'random' if recipe.init == 'random' else 'convolution-construction'} initialization) and fine-tuned"
-    )
-    return f"""---
-library_name: timm
-tags: [image-classification, timm, vitinit]
----
-# {recipe.name}
-
-{what} on {metrics["n_train"]} images of `{recipe.data.name}` (seed {recipe.seed}).
-
-| | test accuracy |
-|---|---|
-| step 0 | {metrics["step0"]["accuracy"]:.2%} |
-| after {metrics["steps"]} steps | {metrics["accuracy"]:.2%} |
-
-```python
-import timm, vitinit  # vitinit registers the architecture
-model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()
-```
-
-The recipe is in `recipe.yaml`; numbers, subset and environment in `metrics.json` beside this folder.
-"""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from timm.layers import BatchNormAct2d, convert_sync_batchnorm
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 
 
 def synchronize_batch_norms(model: nn.Module) -> nn.Module:
@@ -47,11 +45,30 @@ class _GlobalBatchNormAct2d(BatchNormAct2d):
 def _normalize_globally(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     count = x.numel() // x.shape[1] * dist.get_world_size()
     wide = x.float()
-    mean = all_reduce(wide.sum(dim=(0, 2, 3))) / count
-    var = all_reduce((wide - mean[:, None, None]).square().sum(dim=(0, 2, 3))) / count
+    mean = _SumOverProcesses.apply(wide.sum(dim=(0, 2, 3))) / count
+    centred = wide - mean[:, None, None]
+    var = _SumOverProcesses.apply(centred.square().sum(dim=(0, 2, 3))) / count
     with torch.no_grad():
         norm.num_batches_tracked.add_(1)
         momentum = norm.momentum if norm.momentum is not None else 1 / float(norm.num_batches_tracked)
         norm.running_mean.lerp_(mean, momentum)
         norm.running_var.lerp_(var * count / (count - 1), momentum)
-    return F.batch_norm(wide, mean, var, norm.weight, norm.bias, training=False, eps=norm.eps).to(x.dtype)
+    # Written out: F.batch_norm gives no gradient to a mean and a variance.
+    normalized = centred * (var + norm.eps).rsqrt()[:, None, None]
+    if norm.affine:
+        normalized = normalized * norm.weight[:, None, None] + norm.bias[:, None, None]
+    return normalized.to(x.dtype)
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    """Sum of a tensor over all processes; the gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return _SumOverProcesses.forward(ctx, gradient.contiguous())

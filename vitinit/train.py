@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from vitinit.augment import Augmentation, epoch_batches, normalize
 from vitinit.checkpoint import load_state, save_state
 from vitinit.data import ImageSet, LowDataSplits
-from vitinit.errors import CheckpointError, RecipeError
+from vitinit.errors import CheckpointError, TrainingError
 from vitinit.optim import build_optimizer, group_by_rate, learning_rate
 from vitinit.recipe import TrainConfig
 from vitinit.sync_norm import synchronize_batch_norms
@@ -67,7 +68,7 @@ def fit(
 
     Raises:
         CheckpointError: A state that is missing, damaged or of other settings.
-        RecipeError: A batch that the processes cannot share.
+        TrainingError: A loss that is not finite; the state of the last good epoch stays.
         Interrupted: Ctrl-C or a termination signal; the state is saved.
     """
     world, rank = accelerator.num_processes, accelerator.process_index
@@ -75,10 +76,6 @@ def fit(
     train = splits.train.to(accelerator.device)
     steps_per_epoch = len(epoch_batches(len(train), batch_size=config.batch_size, seed=seed, epoch=0))
     steps, batch_size = config.epochs * steps_per_epoch, min(config.batch_size, len(train))
-    if batch_size % world:
-        raise RecipeError(
-            f"train.batch_size: {batch_size} images cannot be shared by {world} processes: use a multiple of {world}"
-        )
     model = model.to(accelerator.device).train()
     ema = ModelEmaV3(model, decay=config.ema_decay) if config.ema_decay is not None else None
     if world > 1:
@@ -91,11 +88,13 @@ def fit(
     step, record = 0, {"epochs": [], "seconds": 0.0}
     if resume:
         state = load_state(folder)
-        _check_settings(state["recipe"], settings, folder)
+        check_settings(state["recipe"], settings, folder)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         if ema is not None:
             ema.module.load_state_dict(state["ema"])
+        if accelerator.scaler is not None:
+            accelerator.scaler.load_state_dict(state["scaler"])
         step, record = state["step"], state["record"]
         log(f"resumed at step {step} of {steps}")
     wrapped, optimizer = accelerator.prepare(model, optimizer)
@@ -108,10 +107,14 @@ def fit(
                 {
                     "recipe": settings, "step": step, "model": model.state_dict(),
                     "optimizer": optimizer.state_dict(), "ema": ema.module.state_dict() if ema else None,
-                    "record": record,
+                    "scaler": accelerator.scaler.state_dict() if accelerator.scaler else None, "record": record,
                 },
                 folder,
             )  # fmt: skip
+
+    def interrupt() -> NoReturn:
+        keep_state()
+        raise Interrupted(f"stopped at step {step} of {steps}; the state is in {folder}")
 
     clock, meter, stop = _Clock(), _Meter(), _StopRequest()
     bar = tqdm(
@@ -135,41 +138,56 @@ def fit(
                 for group in optimizer.param_groups:
                     group["lr"] = rate * group["lr_scale"]
                 torch.manual_seed(hash((seed, step, rank)))  # stochastic depth, the same after a resume
-                logits = wrapped(images).float()
-                loss = F.cross_entropy(logits, targets)
-                accelerator.backward(loss)
-                norm = None
-                if config.clip_grad is not None:
-                    norm = accelerator.clip_grad_norm_(wrapped.parameters(), config.clip_grad)
-                optimizer.step()
-                optimizer.zero_grad()
+                loss, logits, norm = _update(
+                    wrapped, optimizer, images, targets, clip_grad=config.clip_grad, accelerator=accelerator
+                )
                 step += 1
                 if ema is not None:
                     ema.update(model, step)
                 own = batch.view(world, -1)[rank].to(train.labels.device)
                 meter.add(loss, logits, train.labels[own], norm, waited=loaded - started)
                 bar.update()
-                if stop.requested(accelerator):
-                    keep_state()
-                    raise Interrupted(f"stopped at step {step} of {steps}; the state is in {folder}")
+                is_asked_to_stop = stop.requested(accelerator)
+                if is_asked_to_stop and step % steps_per_epoch:
+                    interrupt()
             epoch += 1
             line = {"epoch": epoch, "step": step, "lr": rate, **meter.read(accelerator)}
+            if not math.isfinite(line["loss"]):
+                raise TrainingError(
+                    f"the loss is {line['loss']} in epoch {epoch}: lower train.lr ({config.lr:g}) or train.clip_grad"
+                )
             if len(splits.holdout) and (epoch % config.eval_every == 0 or epoch == config.epochs):
                 line["holdout_accuracy"] = evaluate(
                     evaluated, splits.holdout, augmentation=augmentation, accelerator=accelerator
                 )
             record["epochs"].append(line)
             if config.tracker != "none":
-                accelerator.log({k: v for k, v in line.items() if v is not None}, step=step)
+                accelerator.log({f"{folder.name}/{k}": v for k, v in line.items() if v is not None}, step=step)
             spent = record["seconds"] + clock.elapsed()
             if epoch % math.ceil(config.epochs / MOST_LINES) == 0 or epoch == config.epochs:
                 log(_format_line(line, config.epochs, left=spent / step * (steps - step)))
+            if is_asked_to_stop:  # at the end of an epoch its line comes first: a resume starts with the next
+                interrupt()
             if epoch % config.save_every == 0 or epoch == config.epochs:
                 keep_state()
     record |= {"steps": steps, "images_seen": steps * batch_size}
     accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)  # gives the model its own forward back
     accelerator.free_memory()
     return evaluated, record
+
+
+def _update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, targets: Tensor, *,
+    clip_grad: float | None, accelerator: Accelerator,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """One optimizer step; returns loss, logits and the gradient's norm before clipping."""
+    logits = model(images).float()
+    loss = F.cross_entropy(logits, targets)
+    accelerator.backward(loss)
+    norm = None if clip_grad is None else accelerator.clip_grad_norm_(model.parameters(), clip_grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, logits, norm
 
 
 def set_backends() -> None:
@@ -306,7 +324,8 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def _check_settings(stored: dict, settings: dict, folder: Path) -> None:
+def check_settings(stored: dict, settings: dict, folder: Path) -> None:
+    """Refuse to go on with a run of other settings, and name the keys (`CheckpointError`)."""
     if stored == settings:
         return
     keys = sorted(

@@ -1,0 +1,306 @@
+"""Exports that three ways of loading give back bit for bit, and what a damaged file says."""
+
+import copy
+import dataclasses
+import functools
+import gc
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from timm.data import resolve_model_data_config
+
+import vitinit
+from vitinit import checkpoint, plots, probe, run
+from vitinit.data import ImageSet, load_splits
+from vitinit.errors import CheckpointError
+from vitinit.recipe import recipe_from_dict
+from vitinit.run import run_recipe
+
+DIGITS = [str(digit) for digit in range(10)]
+
+
+@functools.cache
+def load_few(name: str, **settings) -> object:
+    """A tenth of the test images is enough here."""
+    splits = load_splits(name, **{**settings, "log": lambda _: None})
+    test, few = splits.test, slice(None, None, 10)
+    test = ImageSet(test.images[few], test.labels[few], test.classes, test.indices[few])
+    return dataclasses.replace(splits, test=test)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_and_fast():
+    """What these runs spend their time on without being about it: teams of threads, garbage, pictures, the probe."""
+    threads = torch.get_num_threads()
+    gc.freeze()  # accelerate collects after every training
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "load_splits", lambda name, *, log, **settings: load_few(name, **settings))
+        patch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+        patch.setattr(plots, "plot_summary", lambda *_, **__: None)
+        patch.setattr(probe, "PENALTIES", (1e-2,))
+        yield
+    torch.set_num_threads(threads)
+
+
+VARIANTS = {
+    "tied": {},
+    "free": {"convert": {"weights": "free"}},
+    "factorized": {"convert": {"weights": "free", "values": "factorized"}},
+    "content": {"convert": {"content_dim": 4, "sharpness": 0.8}},
+    "named stages and drop path": {"convert": {"stages": ["layer3"]}, "train": {"drop_path": 0.2}},
+    "tall images": {"data": {"img_size": [24, 16]}},
+    "source": {"model": "source"},
+    "average": {"train": {"ema_decay": 0.5}},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folder and trained network of a short run of a variant; each is trained once."""
+
+    @functools.cache
+    def train(variant: str) -> tuple[Path, torch.nn.Module]:
+        raw = {
+            "source": {"model": "resnet8_cifar", "pretrained": False},
+            "data": {"name": "digits", "img_size": 16, "images_per_class": 2},
+            "train": {"epochs": 1, "batch_size": 10, "warmup_epochs": 0},
+        }
+        for key, value in VARIANTS[variant].items():
+            raw[key] = {**raw.get(key, {}), **value} if isinstance(value, dict) else value
+        out, trained = tmp_path_factory.mktemp("run") / "out", []
+        with pytest.MonkeyPatch.context() as patch:
+            export = checkpoint.export_model
+
+            def spy(model, *args, **kwargs):
+                trained.append(copy.deepcopy(model).eval())
+                export(model, *args, **kwargs)
+
+            patch.setattr(checkpoint, "export_model", spy)
+            run_recipe(recipe_from_dict(raw), out=out)
+        return out, trained[-1]
+
+    return train
+
+
+@pytest.fixture
+def export(runs, tmp_path):
+    """A copy of an export, to damage."""
+
+    def copy_export(variant: str = "tied") -> Path:
+        return shutil.copytree(runs(variant)[0] / "model", tmp_path / variant)
+
+    return copy_export
+
+
+@torch.no_grad()
+def logits(model, size=(16, 16)):
+    return model.eval()(torch.randn(4, 3, *size, generator=torch.Generator().manual_seed(0)))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        vitinit.load(folder)
+    return str(caught.value)
+
+
+# Exports
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_way_of_loading_gives_the_trained_network_bit_for_bit(runs, variant):
+    out, trained = runs(variant)
+    size = tuple(VARIANTS[variant].get("data", {}).get("img_size", (16, 16)))
+    expected = logits(trained, size)
+    assert expected.std() > 0.01
+    loaded = {
+        "the export": vitinit.load(out / "model"),
+        "the run": vitinit.load(str(out)),
+        "timm": timm.create_model(f"local-dir:{out / 'model'}", pretrained=True),
+    }
+    for way, model in loaded.items():
+        assert torch.equal(logits(model, size), expected), way
+    assert not vitinit.load(out).training
+
+
+def test_config_has_class_names_normalization_and_size(runs):
+    out, _ = runs("tall images")
+    config = json.loads((out / "model" / "config.json").read_text())
+    assert config["label_names"] == DIGITS
+    assert config["num_classes"] == 10
+    assert config["architecture"] == "vitinit_attention_cnn"
+    data = resolve_model_data_config(vitinit.load(out))
+    source = resolve_model_data_config(timm.create_model("resnet8_cifar"))
+    assert [tuple(data[key]) for key in ("mean", "std")] == [source["mean"], source["std"]]
+    assert (data["input_size"], data["crop_pct"]) == ((3, 24, 16), 1.0)
+
+
+def test_an_exported_source_is_an_ordinary_timm_model(runs):
+    config = json.loads((runs("source")[0] / "model" / "config.json").read_text())
+    assert config["architecture"] == "resnet8_cifar"
+    assert config["label_names"] == DIGITS
+    assert "layers" not in config["model_args"]
+
+
+@pytest.mark.parametrize("variant", ["tied", "source"])
+def test_timm_adapts_the_classifier_to_other_classes(runs, variant):
+    out, trained = runs(variant)
+    model = timm.create_model(f"local-dir:{out / 'model'}", pretrained=True, num_classes=3)
+    assert logits(model).shape == (4, 3)
+    kept, own = model.state_dict(), trained.state_dict()
+    assert kept.keys() == own.keys()
+    assert {name for name in kept if not torch.equal(kept[name], own[name])} == {"fc.weight", "fc.bias"}
+
+
+def test_timm_gives_the_features_of_an_export_without_its_classifier(runs):
+    out, trained = runs("tied")
+    model = timm.create_model(f"local-dir:{out / 'model'}", pretrained=True, num_classes=0)
+    pixels = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        expected = trained.forward_head(trained.forward_features(pixels), pre_logits=True)
+        assert torch.equal(model.eval()(pixels), expected)
+
+
+def test_model_card_says_what_the_network_is(runs):
+    card = (runs("tied")[0] / "model" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: timm\n")
+    assert "built from the CNN `resnet8_cifar` (convolution-construction initialization)" in card
+    assert "20 images of `digits` (seed 0)" in card
+    assert "The CNN `resnet8_cifar`, fine-tuned on" in (runs("source")[0] / "model" / "README.md").read_text()
+
+
+def test_an_export_replaces_the_one_before_and_leaves_no_other_files(tmp_path):
+    settings = {"mean": (0.5,) * 3, "std": (0.2,) * 3, "img_size": (16, 16), "card": "# card\n"}
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = timm.create_model("resnet8_cifar", num_classes=2)
+        checkpoint.export_model(model, tmp_path / "model", classes=("cat", "dog"), **settings)
+    assert torch.equal(logits(vitinit.load(tmp_path / "model")), logits(model))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names == {"config.json", "model.safetensors", "README.md"}
+
+
+def test_a_failed_export_leaves_the_one_before(tmp_path, monkeypatch):
+    settings = {"mean": (0.5,) * 3, "std": (0.2,) * 3, "img_size": (16, 16), "card": "# card\n"}
+    first, second = timm.create_model("resnet8_cifar"), timm.create_model("resnet8_cifar")
+    checkpoint.export_model(first, tmp_path / "model", classes=DIGITS, **settings)
+
+    def fill_the_disk(model, folder, **_):
+        folder.mkdir()
+        (folder / "config.json").write_text("{")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_for_hf", fill_the_disk)
+    with pytest.raises(OSError, match="no space"):
+        checkpoint.export_model(second, tmp_path / "model", classes=DIGITS, **settings)
+    assert torch.equal(logits(vitinit.load(tmp_path / "model")), logits(first))
+
+
+# Damage
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.999])
+def test_truncated_weights_are_refused(export, kept):
+    folder = export()
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: int(kept * len(content))])
+    message = refusal(folder)
+    assert "model.safetensors is truncated or damaged" in message
+    assert "copy or export it again" in message
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(export, name):
+    folder = export()
+    (folder / name).unlink()
+    assert f"{folder} is not an export: expected config.json and model.safetensors" in refusal(folder)
+
+
+def test_a_folder_without_an_export_is_refused(tmp_path):
+    assert "is not an export" in refusal(tmp_path)
+    assert "is not an export" in refusal(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"architecture": null}', '{"architecture": ["a"]}'])
+def test_a_broken_config_is_refused(export, text):
+    folder = export()
+    (folder / "config.json").write_text(text)
+    assert "config.json is damaged" in refusal(folder)
+
+
+def test_a_config_that_is_not_text_is_refused(export):
+    folder = export()
+    (folder / "config.json").write_bytes(b"\xff\xfe\x00")
+    assert "config.json is damaged" in refusal(folder)
+
+
+def change_config(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_an_unknown_architecture_is_named(export):
+    folder = export()
+    change_config(folder, architecture="vitinit_attention_rnn")
+    message = refusal(folder)
+    assert "from the architecture 'vitinit_attention_rnn', which neither timm" in message
+    assert "update them" in message
+
+
+@pytest.mark.parametrize("changes", [{"model_args": {}}, {"model_args": None}, {"num_classes": "ten"}])
+def test_a_config_that_does_not_build_its_architecture_is_refused(export, changes):
+    folder = export()
+    change_config(folder, **changes)
+    assert "config.json does not describe a vitinit_attention_cnn" in refusal(folder)
+
+
+@pytest.mark.parametrize(("one", "other"), [("tied", "source"), ("tied", "free"), ("source", "tied")])
+def test_weights_of_another_export_are_refused(export, one, other):
+    folder = export(one)
+    shutil.copy(export(other) / "model.safetensors", folder / "model.safetensors")
+    message = refusal(folder)
+    assert "model.safetensors does not belong to this config.json" in message
+    assert "take both files from the same export" in message
+    assert len(message) < 500
+
+
+def test_a_tensor_of_another_shape_is_refused_by_name(export):
+    folder = export()
+    state = load_file(folder / "model.safetensors")
+    save_file({**state, "fc.bias": torch.zeros(3)}, folder / "model.safetensors")
+    assert "1 tensors differ from vitinit_attention_cnn's, fc.bias among them" in refusal(folder)
+
+
+# The state of a run
+
+STATE = {"recipe": {}, "step": 3, "model": {}, "optimizer": {}, "ema": None, "scaler": None, "record": {}}
+
+
+@pytest.mark.parametrize("moment", ["while it is written", "before it is renamed"])
+def test_a_crash_leaves_the_state_before(tmp_path, monkeypatch, moment):
+    checkpoint.save_state(STATE, tmp_path)
+
+    def write_half(state, path):
+        path.write_bytes(b"PK half of a file")
+        raise OSError("no space left on device")
+
+    def refuse(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if moment == "while it is written":
+            patch.setattr(checkpoint.torch, "save", write_half)
+        else:
+            patch.setattr(checkpoint.os, "replace", refuse)
+        with pytest.raises((OSError, KeyboardInterrupt)):
+            checkpoint.save_state({**STATE, "step": 4}, tmp_path)
+    assert checkpoint.load_state(tmp_path)["step"] == 3
+    checkpoint.save_state({**STATE, "step": 5}, tmp_path)
+    assert checkpoint.load_state(tmp_path)["step"] == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
