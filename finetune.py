@@ -14,9 +14,7 @@ def main() -> int:
     """Parse the command line, carry out the recipe and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, epilog=f"recipes: {', '.join(list_recipes())}")
     parser.add_argument("--recipe", required=True, help="name of a recipe, or a YAML file")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, e.g. train.lr=1e-3"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, e.g. train.lr=1e-3")
     parser.add_argument("--out", type=Path, help="results folder (default: runs/RECIPE)")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted run")
     parser.add_argument("--overwrite", action="store_true", help="replace what the results folder holds")
@@ -29,8 +27,8 @@ def main() -> int:
     except VitinitError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except Interrupted as stop:
-        print(f"{stop}; go on with the same command and --resume", file=sys.stderr)
+    except (Interrupted, KeyboardInterrupt) as stop:  # the second comes before or after a training
+        print(f"{str(stop) or 'stopped'}; go on with the same command and --resume", file=sys.stderr)
         return 130
     return 0
 

@@ -98,7 +98,7 @@ def main() -> None:
             for mode in modes:
                 speed = run_once(model, images, labels, train=mode[0], bf16=mode[1])
                 if turn:  # the first turn warms up
-                    speeds[name, *mode].append(speed)
+                    speeds[(name, *mode)].append(speed)
     reference = next(iter(networks))
     rows = []
     for name, model in networks.items():

@@ -1,10 +1,17 @@
 """Fixtures that several test files share; real data and weights lie beside the checkout and are optional."""
 
+import dataclasses
+import functools
+import gc
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+
+from vitinit import plots, probe, run
+from vitinit.data import ImageSet, load_splits
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 
@@ -39,3 +46,26 @@ def randomize_norms(model):
             nn.init.normal_(module.running_mean, std=0.2)
             nn.init.uniform_(module.running_var, 0.5, 2.0)
     return model
+
+
+@functools.cache
+def load_few(name: str, **settings) -> object:
+    """The splits of `load_splits` with a tenth of the test images."""
+    splits = load_splits(name, **{**settings, "log": lambda _: None})
+    test, few = splits.test, slice(None, None, 10)
+    test = ImageSet(test.images[few], test.labels[few], test.classes, test.indices[few])
+    return dataclasses.replace(splits, test=test)
+
+
+@pytest.fixture(scope="module")
+def small_and_fast():
+    """What runs spend their time on without being about it: teams of threads, garbage, pictures, the probe."""
+    threads = torch.get_num_threads()
+    gc.freeze()  # accelerate collects after every training
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "load_splits", lambda name, *, log, **settings: load_few(name, **settings))
+        patch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+        patch.setattr(plots, "plot_summary", lambda *_, **__: None)
+        patch.setattr(probe, "PENALTIES", (1e-2,))
+        yield
+    torch.set_num_threads(threads)

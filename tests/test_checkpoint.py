@@ -1,11 +1,8 @@
 """Exports that three ways of loading give back bit for bit, and what a damaged file says."""
 
 import copy
-import dataclasses
 import functools
-import gc
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -16,36 +13,12 @@ from safetensors.torch import load_file, save_file
 from timm.data import resolve_model_data_config
 
 import vitinit
-from vitinit import checkpoint, plots, probe, run
-from vitinit.data import ImageSet, load_splits
+from vitinit import checkpoint
 from vitinit.errors import CheckpointError
 from vitinit.recipe import recipe_from_dict
 from vitinit.run import run_recipe
 
 DIGITS = [str(digit) for digit in range(10)]
-
-
-@functools.cache
-def load_few(name: str, **settings) -> object:
-    """A tenth of the test images is enough here."""
-    splits = load_splits(name, **{**settings, "log": lambda _: None})
-    test, few = splits.test, slice(None, None, 10)
-    test = ImageSet(test.images[few], test.labels[few], test.classes, test.indices[few])
-    return dataclasses.replace(splits, test=test)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_and_fast():
-    """What these runs spend their time on without being about it: teams of threads, garbage, pictures, the probe."""
-    threads = torch.get_num_threads()
-    gc.freeze()  # accelerate collects after every training
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "load_splits", lambda name, *, log, **settings: load_few(name, **settings))
-        patch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
-        patch.setattr(plots, "plot_summary", lambda *_, **__: None)
-        patch.setattr(probe, "PENALTIES", (1e-2,))
-        yield
-    torch.set_num_threads(threads)
 
 
 VARIANTS = {
@@ -58,6 +31,9 @@ VARIANTS = {
     "source": {"model": "source"},
     "average": {"train": {"ema_decay": 0.5}},
 }
+
+
+pytestmark = pytest.mark.usefixtures("small_and_fast")
 
 
 @pytest.fixture(scope="module")

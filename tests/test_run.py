@@ -1,8 +1,6 @@
 """Whole runs: the files they leave, what they measure, what they refuse, and the command line."""
 
 import dataclasses
-import functools
-import gc
 import hashlib
 import json
 import os
@@ -14,42 +12,21 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from conftest import load_few
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import finetune
 import vitinit
-from vitinit import plots, probe, run
-from vitinit.data import ImageSet, load_splits
+from vitinit import plots, run
+from vitinit.data import load_splits
 from vitinit.errors import CheckpointError, RecipeError, SourceError, VitinitError
 from vitinit.recipe import Recipe, dump_recipe, list_recipes, load_recipe, recipe_from_dict, recipe_to_dict
 from vitinit.run import run_recipe
 
+pytestmark = pytest.mark.usefixtures("small_and_fast")
 ROOT = Path(__file__).parents[1]
 PICTURE = plots.plot_summary
-
-
-@functools.cache
-def load_few(name: str, **settings) -> object:
-    """A tenth of the test images is enough here."""
-    splits = load_splits(name, **{**settings, "log": lambda _: None})
-    test, few = splits.test, slice(None, None, 10)
-    test = ImageSet(test.images[few], test.labels[few], test.classes, test.indices[few])
-    return dataclasses.replace(splits, test=test)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_and_fast():
-    """What these runs spend their time on without being about it: teams of threads, garbage, pictures, the probe."""
-    threads = torch.get_num_threads()
-    gc.freeze()  # accelerate collects after every training
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "load_splits", lambda name, *, log, **settings: load_few(name, **settings))
-        patch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
-        patch.setattr(plots, "plot_summary", lambda *_, **__: None)
-        patch.setattr(probe, "PENALTIES", (1e-2,))
-        yield
-    torch.set_num_threads(threads)
 
 
 def describe(**changes) -> dict:

@@ -39,7 +39,7 @@ def plot_summary(metrics: dict, path: Path, *, title: str) -> None:
     left.bar_label(drawn, fmt="%.1f", padding=2)
     left.set_xticks(range(len(bars)), [label for label, *_ in bars], fontsize=8.5)
     left.set_ylim(0, 110)
-    left.set_ylabel(f"test accuracy in % ({metrics['n_test']} images)")
+    left.set_ylabel(f"{metrics['recipe']['evaluate']} accuracy in % ({metrics['n_test']} images)")
     left.set_title(f"{metrics['n_train']} training images", fontsize=10)
 
     stage1 = metrics["source"]["epochs"] if "source" in metrics else []

@@ -154,7 +154,8 @@ def fit(
             line = {"epoch": epoch, "step": step, "lr": rate, **meter.read(accelerator)}
             if not math.isfinite(line["loss"]):
                 raise TrainingError(
-                    f"the loss is {line['loss']} in epoch {epoch}: lower train.lr ({config.lr:g}) or train.clip_grad"
+                    f"the loss is {line['loss']} in epoch {epoch}, learning rate {config.lr:g}: lower train.lr "
+                    "(source.lr in stage 1) or train.clip_grad"
                 )
             if len(splits.holdout) and (epoch % config.eval_every == 0 or epoch == config.epochs):
                 line["holdout_accuracy"] = evaluate(
