@@ -102,6 +102,8 @@ def main() -> None:
                 "step0_accuracy": [cell["step0"]["accuracy"] for cell in cells],
                 "step0_probe_accuracy": [cell["step0"]["probe_accuracy"] for cell in cells],
                 "train_seconds": [round(cell["seconds"], 1) for cell in cells],
+                "threads": [cell["environment"]["threads"] for cell in cells],
+                "train_accuracy": [cell["epochs"][-1]["train_accuracy"] for cell in cells],
                 "parameters": cells[0]["parameters"],
                 "n_train": cells[0]["n_train"],
                 "steps": cells[0]["steps"],

@@ -63,10 +63,11 @@ def low_data() -> str:
         probe = percent(statistics.mean(probes)) if probes[0] is not None else "–"
         rows.append([
             row["arm"], f"{row['lr']:g}", percent(statistics.mean(row["step0_accuracy"])), probe,
-            f"**{percent(row['mean'], row['interval95'])}**", str(row["n"]),
-            f"{statistics.mean(row['train_seconds']):.0f}",
+            f"**{percent(row['mean'], row['interval95'])}**", percent(statistics.mean(row["train_accuracy"])),
+            str(row["n"]), f"{statistics.mean(row['train_seconds']):.0f} ({max(row['threads'])})",
         ])  # fmt: skip
-    header = ["arm", "lr", "step 0, new head", "step 0, linear probe", "test accuracy, %", "seeds", "train s"]
+    header = ["arm", "lr", "step 0, new head", "step 0, linear probe", "test accuracy, %", "train accuracy"]
+    header += ["seeds", "train s (threads)"]
     first = content["rows"][0]
     note = (
         f"{first['n_train']:,} training images, {content['epochs']} epochs ({first['images_seen']:,} images seen); "
