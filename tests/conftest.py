@@ -17,8 +17,9 @@ SHARED = Path(__file__).parents[1].parent / "shared"
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _fresh_state():
     torch.manual_seed(0)
+    torch.set_flush_denormal(False)  # runs set it for the process, and hypothesis needs denormal floats
 
 
 @pytest.fixture(scope="session")
