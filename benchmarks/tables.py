@@ -119,8 +119,8 @@ def main() -> int:
     readme = ROOT / "README.md"
     text = before = readme.read_text()
     for name, make in {"exactness": exactness, "low_data": low_data, "digits": digits, "cost": cost}.items():
-        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
-        text, found = re.subn(pattern, lambda m, make=make: m[1] + make() + m[2], text, flags=re.DOTALL)
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        text, found = re.subn(pattern, lambda m, make=make: m[1] + make() + "\n" + m[2], text, flags=re.DOTALL)
         if found != 1:
             print(f"README.md has {found} places for the table {name!r}, expected 1", file=sys.stderr)
             return 1
