@@ -224,3 +224,29 @@ def test_networks_without_convolutions_to_convert():
 def test_sharpness_out_of_range():
     with pytest.raises(ConstructionError, match=r"sharpness 1\.5 is not between"):
         vitinit.convert(small_cnn(), img_size=32, sharpness=1.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"patch": 0}, "patch=0: expected"),
+        ({"patch": "two"}, "patch='two': expected \"auto\" or a side"),
+        ({"alpha": 0.0}, "alpha=0: expected a finite number above 0"),
+        ({"alpha": float("nan")}, "alpha=nan: expected a finite number"),
+        ({"content_dim": -1}, "content_dim=-1: expected 0"),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(ConstructionError, match=message):
+        vitinit.convert(small_cnn(), img_size=32, **settings)
+
+
+def test_outputs_of_any_structure_and_frozen_sources():
+    class Parts(SmallCNN):
+        def forward(self, x):
+            return {"logits": super().forward(x), "rest": [self.stem(x), None]}
+
+    cnn = Parts().double().requires_grad_(False)
+    model, report = vitinit.convert(cnn, img_size=32, stages=ALL)
+    assert report.logits_error < 1e-12
+    assert not any(parameter.requires_grad for parameter in model.parameters())

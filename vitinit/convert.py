@@ -75,6 +75,8 @@ def convert(
         ConstructionError: A setting outside its range.
     """
     size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+    if patch != "auto" and (not isinstance(patch, int) or patch < 1):
+        raise ConstructionError(f'patch={patch!r}: expected "auto" or a side of at least 1 pixel')
     model = copy.deepcopy(cnn).eval()
     example = _draw_images(model, size)
     traced, _ = _trace(model, example)
@@ -99,6 +101,7 @@ def convert(
                 weights=weights, values=values, rank=rank, content_dim=content_dim,
             )  # fmt: skip
         energy = layer.attention.load_kernel(conv.module.weight, conv.module.bias)
+        layer.requires_grad_(conv.module.weight.requires_grad)  # a frozen convolution stays frozen
         replacements[conv.name] = layer.to(conv.module.weight.device)
         report.layers.append(_describe(conv, layer=layer, energy=energy))
     if not replacements:
@@ -160,6 +163,8 @@ def _draw_images(model: nn.Module, size: tuple[int, int]) -> Tensor:
 def _outputs(output: Tensor | Iterable) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output]
+    if not isinstance(output, Iterable) or isinstance(output, str):  # None, a flag
+        return []
     parts = output.values() if isinstance(output, dict) else output
     return [tensor for part in parts for tensor in _outputs(part)]
 

@@ -62,6 +62,14 @@ class TableAttention(nn.Module):
             raise ConstructionError("factorized values have weights of their own: use weights='free' with them")
         if rank is not None and (values != "factorized" or rank < 1):
             raise ConstructionError(f"rank={rank}: give a rank of at least 1, and values='factorized' with it")
+        if not 0 < alpha < math.inf:
+            raise ConstructionError(
+                f"alpha={alpha:g}: expected a finite number above 0, the logit of a head's own offset"
+            )
+        if content_dim < 0:
+            raise ConstructionError(
+                f"content_dim={content_dim}: expected 0 (content off) or the width of a head's queries"
+            )
         self.geometry = geometry
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.alpha, self.weights, self.values = alpha, weights, values
