@@ -110,7 +110,10 @@ def convert(
 
     logits = _measure_layers(model, replacements, example, report)
     for name, layer in replacements.items():
-        model.set_submodule(name, layer)
+        if name:
+            model.set_submodule(name, layer)
+        else:  # the CNN is one convolution
+            model = layer
     report.params_before = sum(p.numel() for p in cnn.parameters())
     report.params_after = sum(p.numel() for p in model.parameters())
     report.logits_error = relative_error(_outputs(model(example)), logits)

@@ -51,7 +51,8 @@ def plot_summary(metrics: dict, path: Path, *, title: str) -> None:
     for label, epochs, colour, start in curves:
         x = range(start + 1, start + len(epochs) + 1)
         right.plot(x, [e["loss"] for e in epochs], color=colour, marker="o", markersize=2.5, label=label)
-    right.set(xlabel="epoch", ylabel="training loss", ylim=(0, None))
+    # Logarithmic: a network that starts as its trained source would lie on the axis.
+    right.set(xlabel="epoch, stage 1 included" if stage1 else "epoch", ylabel="training loss", yscale="log")
     right.legend(frameon=False)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
