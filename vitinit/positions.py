@@ -296,8 +296,8 @@ def positional_maps(table: Tensor, relative_index: Tensor) -> Tensor:
         table: (H, T).
         relative_index: (Nq, Nk), from `ConvGeometry.relative_index`.
     """
-    # Not torch.softmax: its vectorized exponential on CPU is off by up to 20 units in the last place, and the
-    # output weights assume the exact mass.
+    # Not torch.softmax: on CPU it is measured to be ten times less accurate in float32 than torch.exp, and the output
+    # weights assume the exact mass.
     mass = (table - table.detach().amax(dim=-1, keepdim=True)).exp()
     mass = mass / mass.sum(dim=-1, keepdim=True)  # H T
     return mass.index_select(1, relative_index.flatten()).view(len(table), *relative_index.shape)
