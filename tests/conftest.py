@@ -22,20 +22,21 @@ def _fresh_state():
     torch.set_flush_denormal(False)  # runs set it for the process, and hypothesis needs denormal floats
 
 
+def find_shared(name, what):
+    folder = SHARED / name
+    if not folder.is_dir():
+        pytest.skip(f"{what} are not here: no ../shared/{name} beside the checkout")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def shared_weights():
-    folder = SHARED / "weights"
-    if not folder.is_dir():
-        pytest.skip("the published CIFAR-10 weights are not here: no ../shared/weights beside the checkout")
-    return folder
+    return find_shared("weights", "the published CIFAR-10 weights")
 
 
 @pytest.fixture(scope="session")
 def shared_data():
-    folder = SHARED / "data"
-    if not folder.is_dir():
-        pytest.skip("the real data sets are not here: no ../shared/data beside the checkout")
-    return folder
+    return find_shared("data", "the real data sets")
 
 
 def randomize_norms(model):

@@ -79,7 +79,7 @@ def convert(
         raise ConstructionError(f'patch={patch!r}: expected "auto" or a side of at least 1 pixel')
     model = copy.deepcopy(cnn).eval()
     example = _draw_images(model, size)
-    traced, _ = _trace(model, example)
+    traced = _trace(model, example)
     chosen = _choose(traced, stages, size)
     report = ConversionReport(img_size=size)
     replacements: dict[str, AttentionConv2d] = {}
@@ -172,7 +172,7 @@ def _outputs(output: Tensor | Iterable) -> list[Tensor]:
     return [tensor for part in parts for tensor in _outputs(part)]
 
 
-def _trace(model: nn.Module, images: Tensor) -> tuple[list[_TracedConv], list[Tensor]]:
+def _trace(model: nn.Module, images: Tensor) -> list[_TracedConv]:
     """Convolutions in the order in which one forward pass calls them, with the sizes that they saw."""
     traced = {
         module: _TracedConv(name, module)
@@ -188,7 +188,7 @@ def _trace(model: nn.Module, images: Tensor) -> tuple[list[_TracedConv], list[Te
 
     hooks = [module.register_forward_hook(record) for module in traced]
     try:
-        outputs = _outputs(model(images))
+        model(images)
     except Exception as error:
         height, width = images.shape[-2:]
         raise ConversionError(
@@ -198,7 +198,7 @@ def _trace(model: nn.Module, images: Tensor) -> tuple[list[_TracedConv], list[Te
     finally:
         for hook in hooks:
             hook.remove()
-    return [traced[m] for m in order] + [c for m, c in traced.items() if m not in order], outputs
+    return [traced[m] for m in order] + [c for m, c in traced.items() if m not in order]
 
 
 def _choose(traced: list[_TracedConv], stages: int | Sequence[str] | None, size: tuple[int, int]) -> set[str]:

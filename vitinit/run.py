@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import os
@@ -227,7 +226,7 @@ def _plan(recipe: Recipe, accelerator: Accelerator) -> dict:
     steps = recipe.train.epochs * max(1, n // recipe.train.batch_size)
     shape = (batch // accelerator.num_processes, *splits.train.images.shape[1:])
     labels = torch.zeros(shape[0], dtype=torch.long)
-    seconds = time_step(copy.deepcopy(network.model), torch.randn(shape), labels, accelerator=accelerator)
+    seconds = time_step(network.model, torch.randn(shape), labels, accelerator=accelerator)
     per_epoch = max(1, n // recipe.train.batch_size)
     trainings, costly = [f"{steps} steps"], steps  # the source's own steps are cheaper
     if parse_source(recipe.source.model)[0] == "train" and recipe.init == "construction":
