@@ -32,15 +32,24 @@ def convolve(x, kernel, bias, *, stride, padding, dilation, groups):
     return F.conv2d(x, kernel, bias, stride=stride, dilation=dilation, groups=groups)
 
 
-def build_layer(kernel, bias, *, in_size, stride, padding, dilation, groups, patch, sharpness, **kwargs):
+def build_layer(kernel, bias, *, in_size, stride, padding, dilation, groups, patch, sharpness, span="global", **kwargs):
     c_out, width, *kernel_size = kernel.shape
     geometry = ConvGeometry.build(
-        in_size, kernel_size=tuple(kernel_size), stride=stride, dilation=dilation, padding=padding, patch=patch
+        in_size,
+        kernel_size=tuple(kernel_size),
+        stride=stride,
+        dilation=dilation,
+        padding=padding,
+        patch=patch,
+        span=span,
     )
+    # A window may hold fewer offsets than a low sharpness needs, even one.
+    window = span == "local" and sharpness <= 1.01 / geometry.table_size
+    alpha = 1.0 if window else sharpness_to_alpha(sharpness, geometry.table_size)
     layer = AttentionConv2d(
         width * groups, c_out, tuple(kernel_size), in_size=in_size, stride=stride, padding=padding,
         dilation=dilation, groups=groups, bias=bias is not None, patch=patch,
-        alpha=sharpness_to_alpha(sharpness, geometry.table_size), dtype=kernel.dtype, **kwargs,
+        span=span, alpha=alpha, dtype=kernel.dtype, **kwargs,
     )  # fmt: skip
     layer.attention.load_kernel(kernel, bias)
     return layer
@@ -102,10 +111,11 @@ def check(case, *, dtype, sharpness, seed=0, **kwargs):
     case=convolutions(), dtype=st.sampled_from([torch.float64, torch.float32]),
     sharpness=st.sampled_from([0.3, 0.9, 0.999]), content_dim=st.sampled_from([0, 0, 3]),
     form=st.sampled_from([("tied", "identity"), ("free", "identity"), ("free", "factorized")]),
+    span=st.sampled_from(["global", "local"]),
 )  # fmt: skip
-def test_any_convolution_is_reproduced(case, dtype, sharpness, content_dim, form):
+def test_any_convolution_is_reproduced(case, dtype, sharpness, content_dim, form, span):
     weights, values = form
-    check(case, dtype=dtype, sharpness=sharpness, content_dim=content_dim, weights=weights, values=values)
+    check(case, dtype=dtype, sharpness=sharpness, content_dim=content_dim, weights=weights, values=values, span=span)
 
 
 @pytest.mark.parametrize("sharpness", [0.3, 0.9, 0.999])

@@ -205,7 +205,7 @@ def test_a_wrong_conversion_is_never_returned(monkeypatch):
         ({"stages": ["layer9"]}, "no convolution lies in stage 'layer9': expected module names such as"),
         ({"stages": 7}, "this network has 3 stages of KxK convolutions at this size"),
         ({"stages": ["stem"], "patch": 5}, "cannot convert stem: patch 5 does not divide the output grid of 32"),
-        ({"img_size": 4}, "SmallCNN does not take images of 4x4 pixels"),
+        ({"img_size": 4}, "SmallCNN failed on images of 4x4 pixels ("),
     ],
 )
 def test_what_cannot_be_converted_is_named(settings, message):

@@ -4,9 +4,24 @@ import pytest
 import torch
 
 from vitinit.attention import kernels
-from vitinit.attention.kernels import attend_content, attend_positions, choose_backend, mix_heads
+from vitinit.attention.kernels import (
+    attend_content,
+    attend_positions,
+    attend_window_content,
+    attend_window_positions,
+    choose_backend,
+    gather_windows,
+    mix_heads,
+)
 from vitinit.attention.table import TableAttention
-from vitinit.positions import ConvGeometry, positional_maps, sharpness_to_alpha, sink_logits
+from vitinit.positions import (
+    ConvGeometry,
+    positional_logits,
+    positional_maps,
+    positional_mass,
+    sharpness_to_alpha,
+    sink_logits,
+)
 
 GEOMETRY = ConvGeometry.build((6, 9), kernel_size=(3, 3), stride=(1, 3), padding=(1,) * 4)
 
@@ -47,13 +62,13 @@ def test_content_attention_is_the_equation_on_the_padded_plane():
         for query in (0, 7, GEOMETRY.n_queries - 1):
             i, j = divmod(query, x.queries)
             logits, values = [], []
-            for dy in range(y.low, y.high + 1):
-                for dx in range(x.low, x.high + 1):
+            for a, dy in enumerate(y.table_offsets):
+                for b, dx in enumerate(x.table_offsets):
                     row, column = i * y.token_stride + dy, j * x.token_stride + dx
                     inside = 0 <= row < y.keys and 0 <= column < x.keys
                     key = k[0, head, row * x.keys + column] if inside else torch.zeros(4, dtype=torch.float64)
                     value = v[0, 0, row * x.keys + column] if inside else torch.zeros(5, dtype=torch.float64)
-                    logits.append(q[0, head, query] @ key / 2 + flat[head, dy - y.low, dx - x.low])
+                    logits.append(q[0, head, query] @ key / 2 + flat[head, a, b])
                     values.append(value)
             expected = torch.stack(logits).softmax(0) @ torch.stack(values)
             assert torch.allclose(out[0, head, query], expected, atol=1e-12)
@@ -64,6 +79,63 @@ def test_positional_path_equals_the_sum_over_heads(width):
     maps = torch.rand(4, 6, 20, dtype=torch.float64)
     tokens = torch.randn(3, 20, width, dtype=torch.float64)
     assert torch.allclose(attend_positions(maps, tokens), torch.einsum("hqk,bkd->bqhd", maps, tokens), atol=1e-12)
+
+
+WINDOWS = [
+    {"in_size": (6, 9), "kernel_size": (3, 3), "stride": (1, 3), "padding": (1,) * 4},
+    {"in_size": (7, 5), "kernel_size": (3, 2), "dilation": (2, 3), "padding": (2, 0, 3, 1)},
+    {"in_size": (8, 12), "kernel_size": (5, 3), "padding": (2, 2, 1, 1), "patch": (2, 4)},
+    {"in_size": (9, 8), "kernel_size": (2, 2), "stride": (2, 2)},
+]
+
+
+@pytest.mark.parametrize("settings", WINDOWS)
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_windows_equal_whole_maps_with_gradients(settings, groups):
+    """The same heads, computed over all tokens with what lies outside the window masked, and over windows alone."""
+    geometry = ConvGeometry.build(**settings, span="local")
+    heads, width, dim = geometry.heads, 6 * geometry.patch[0] * geometry.patch[1], 3
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    table, tokens = draw(heads, geometry.table_size), draw(2, geometry.n_keys, width)
+    weight = draw(heads, groups, width // groups, 5)
+    query, key = draw(2, heads, geometry.n_queries, dim), draw(2, heads, geometry.n_keys, dim)
+    index = geometry.relative_index()
+    whole = attend_positions(positional_maps(table, index), tokens)
+    logits, sink = positional_logits(table, index), sink_logits(table, geometry)
+    pairs = [
+        (mix_heads(whole, weight), attend_window_positions(positional_mass(table), weight, tokens, geometry)),
+        (
+            attend_content(query, key, tokens.unsqueeze(1), logits, sink).transpose(1, 2),
+            attend_window_content(query, key, tokens, table, geometry),
+        ),
+    ]
+    for inputs, pair in zip([(table, tokens, weight), (table, tokens, query, key)], pairs, strict=True):
+        results = [(out, *torch.autograd.grad((out * out.detach().sin()).sum(), inputs)) for out in pair]
+        for a, b in zip(*results, strict=True):
+            assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_a_window_holds_no_map_over_all_tokens():
+    """Memory grows with k^2 N: one layer on 56 x 56 pixels whose global maps would hold 10 x 3136^2 numbers."""
+    geometry = ConvGeometry.build((56, 56), kernel_size=(3, 3), padding=(1,) * 4, span="local")
+    layer = TableAttention(geometry, in_channels=4, out_channels=4, alpha=3.0, content_dim=2)
+    largest = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            largest.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+            return out
+
+    with Watch():
+        layer(torch.randn(1, geometry.n_keys, 4)).sum().backward()
+    heads, window, width = geometry.heads, 9, 4
+    assert max(largest) <= geometry.n_queries * window * max(heads * layer.content_dim, width)
+    assert max([p.numel() for p in layer.buffers()]) <= geometry.n_queries
+    assert gather_windows(torch.randn(1, geometry.n_keys, 4), geometry).shape == (1, geometry.n_queries, window, width)
 
 
 @pytest.mark.parametrize(("groups", "width_in", "width_out"), [(1, 6, 4), (2, 3, 5), (6, 1, 1), (6, 1, 2)])

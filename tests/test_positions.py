@@ -20,6 +20,8 @@ GEOMETRIES = [
     {"in_size": (8, 12), "kernel_size": (5, 3), "padding": (2, 2, 1, 1), "patch": (2, 4)},
     {"in_size": (3, 3), "kernel_size": (3, 3), "padding": (6, 0, 5, 1)},
 ]
+GEOMETRIES += [{**settings, "span": "local"} for settings in GEOMETRIES]
+GEOMETRIES += [{"in_size": (9, 8), "kernel_size": (3, 2), "dilation": (2, 3), "padding": (2,) * 4, "span": "local"}]
 
 
 def on_the_plane(geometry, logits):
@@ -31,10 +33,10 @@ def on_the_plane(geometry, logits):
     mass = logits.softmax(-1).view(heads, y.table_size, x.table_size)
     for i in range(y.queries):
         for j in range(x.queries):
-            for dy in range(y.low, y.high + 1):
-                for dx in range(x.low, x.high + 1):
+            for a, dy in enumerate(y.table_offsets):
+                for b, dx in enumerate(x.table_offsets):
                     row, column = i * y.token_stride + dy, j * x.token_stride + dx
-                    share = mass[:, dy - y.low, dx - x.low]
+                    share = mass[:, a, b]
                     if 0 <= row < y.keys and 0 <= column < x.keys:
                         maps[:, i * x.queries + j, row * x.keys + column] += share
                     else:
@@ -48,7 +50,11 @@ def test_maps_and_sinks_are_the_softmax_over_the_padded_plane(settings):
     table = torch.randn(geometry.heads, geometry.table_size, dtype=torch.float64)
     maps, outside = on_the_plane(geometry, table)
     assert torch.allclose(positional_maps(table, geometry.relative_index()), maps, atol=1e-14)
-    assert torch.allclose(maps.sum(-1) + outside, torch.ones_like(outside), atol=1e-14)  # all keys are seen
+    assert torch.allclose(maps.sum(-1) + outside, torch.ones_like(outside), atol=1e-14)
+    if geometry.span == "local":  # no more offsets than the kernel has
+        assert geometry.table_offsets == geometry.offsets
+    else:  # all keys are seen
+        assert (maps > 0).all()
     expected = (outside + 1e-300).log() + table.logsumexp(-1, keepdim=True)
     got = sink_logits(table, geometry)
     seen = outside > 0

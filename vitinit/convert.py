@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
-from timm.layers import Conv2dSame, get_same_padding
 from torch import Tensor, nn
 
 from vitinit.attention.conv import AttentionConv2d
@@ -16,19 +15,13 @@ from vitinit.construction import plan_ranks
 from vitinit.errors import ConstructionError, ConversionError
 from vitinit.positions import ConvGeometry, alpha_to_sharpness, sharpness_to_alpha
 from vitinit.report import ConversionReport, LayerReport
+from vitinit.trace import Convolution, TracedLayer, read_convolution, trace_convolutions
 
 MAX_AUTO_PATCH = 8
+MIN_AUTO_TOKENS = 4  # a side: patches leave that much to attend to
+# Up to so many pairs of an output and an input pixel attention is global by itself: a 16x16 grid behind a stride of 2.
+MAX_AUTO_PAIRS = 2**18
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-
-
-@dataclass
-class _TracedConv:
-    """What one forward pass has shown of a convolution."""
-
-    name: str
-    module: nn.Module
-    in_sizes: list[tuple[int, int]] = field(default_factory=list)
-    out_sizes: list[tuple[int, int]] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -37,9 +30,11 @@ def convert(
     *,
     img_size: int | tuple[int, int],
     stages: int | Sequence[str] | None = None,
+    max_grid: int | None = None,
     sharpness: float = 0.9,
     alpha: float | None = None,
     patch: int | str = "auto",
+    span: str = "auto",
     values: str = "identity",
     rank: int | None = None,
     weights: str = "tied",
@@ -49,7 +44,8 @@ def convert(
     """A copy of a CNN whose chosen KxK convolutions are attention layers, and a report; same logits.
 
     Batch norms (statistics included), activations, pools and 1x1 convolutions stay as they are, and so does
-    the CNN that was passed in.
+    the CNN that was passed in. A subclass of `nn.Conv2d` is taken for what it computes: "same" padding is zeros on
+    two sides, and standardized weights become the attention's own, from then on without the standardization.
 
     Args:
         cnn: Any network of `nn.Conv2d` layers that takes one image batch (B, C, height, width).
@@ -57,14 +53,20 @@ def convert(
         stages: Which convolutions: a number n for the last n stages (a stage is what shares an output grid), a
             list of module names ("layer3", "layer4.0.conv1"), or None for the stages at stride 8 and coarser,
             and at least the last two.
+        max_grid: In place of `stages`: every convolution whose output has at most this side, in pixels.
         sharpness: Attention mass p of each head on its own offset at the start.
         alpha: The bias itself in place of `sharpness`.
-        patch: Side of the square patches that make a token, or "auto" for the fewest multiply-adds.
+        patch: Side of the square patches that make a token, or "auto" for the fewest multiply-adds that leave
+            4x4 tokens.
+        span: "global", heads see the whole image; "local", the window that the kernel reaches, whose cost grows with
+            k^2 N instead of N^2; "auto", global where a map stays small (16x16 pixels behind a stride of 2), and
+            beyond that whichever needs fewer multiply-adds.
         values: "identity" (a head carries the whole token) or "factorized" (a product of low rank).
         rank: Largest rank of a factorized head. Below the exact plan the logits differ, so pass a `tolerance`.
         weights: "tied" (the kernels stay the parameters) or "free" (each head has weights of its own).
         content_dim: Width of queries and keys; 0 leaves content off.
-        tolerance: Largest relative error of the logits; by default 1e-9 in float64 and 1e-4 in float32.
+        tolerance: Largest relative error of the logits; by default 1e-9 in float64, 1e-4 in float32, 1e-2 in float16
+            and 5e-2 in bfloat16.
 
     Returns:
         The converted network in the CNN's own mode, and its `ConversionReport`.
@@ -74,46 +76,44 @@ def convert(
             not take, or logits that differ by more than the tolerance.
         ConstructionError: A setting outside its range.
     """
-    size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
-    if patch != "auto" and (not isinstance(patch, int) or patch < 1):
-        raise ConstructionError(f'patch={patch!r}: expected "auto" or a side of at least 1 pixel')
+    size = _check_arguments(cnn, img_size, stages, max_grid, patch, span)
+    for key, value in {"sharpness": sharpness, "alpha": alpha, "tolerance": tolerance}.items():
+        if value is not None and not isinstance(value, int | float):
+            raise ConstructionError(f"{key}={value!r}: expected a number")
     model = copy.deepcopy(cnn).eval()
-    example = _draw_images(model, size)
-    traced = _trace(model, example)
-    chosen = _choose(traced, stages, size)
+    layers, example = _trace(model, size)
+    chosen = _choose(layers, stages, max_grid, size)
     report = ConversionReport(img_size=size)
     replacements: dict[str, AttentionConv2d] = {}
-    for conv in traced:
-        reason = _reason_to_keep(conv, conv.name in chosen)
-        if reason is None:
-            try:
-                geometry = _place(conv, patch, values=values, content_dim=content_dim)
-            except ConstructionError as error:
-                reason = str(error)
-        if reason is not None:
-            if isinstance(stages, Sequence) and conv.name in stages:
-                raise ConversionError(f"cannot convert {conv.name}: {reason}")
-            report.layers.append(_describe(conv, reason=reason))
+    for layer in layers:
+        try:
+            conv, geometry = _place(layer, layer.name in chosen, patch, span, values=values, content_dim=content_dim)
+        except (ConversionError, ConstructionError) as error:
+            if isinstance(stages, Sequence) and not isinstance(stages, str) and layer.name in stages:
+                raise ConversionError(f"cannot convert {layer.name}: {error}") from error
+            report.layers.append(_describe(layer, reason=str(error)))
             continue
         with torch.random.fork_rng(devices=[]):  # the keys of silent content are random; the caller's draws are not
-            layer = _build(
+            attention = _build(
                 conv, geometry, alpha=sharpness_to_alpha(sharpness, geometry.table_size) if alpha is None else alpha,
                 weights=weights, values=values, rank=rank, content_dim=content_dim,
             )  # fmt: skip
-        energy = layer.attention.load_kernel(conv.module.weight, conv.module.bias)
-        layer.requires_grad_(conv.module.weight.requires_grad)  # a frozen convolution stays frozen
-        replacements[conv.name] = layer.to(conv.module.weight.device)
-        report.layers.append(_describe(conv, layer=layer, energy=energy))
+        energy = attention.attention.load_kernel(conv.weight, conv.bias)
+        attention.requires_grad_(layer.module.weight.requires_grad)  # a frozen convolution stays frozen
+        replacements[layer.name] = attention.to(conv.weight.device)
+        report.layers.append(_describe(layer, attention=attention, energy=energy))
     if not replacements:
-        reasons = "\n".join(f"  {row.name}: {row.reason}" for row in report.layers) or "  it has no convolution"
+        rows = [row for row in report.layers if row.name in chosen] or report.layers
+        reasons = "\n".join(f"  {row.name}: {row.reason}" for row in rows)
         raise ConversionError(f"no convolution of {type(cnn).__name__} can be converted:\n{reasons}")
 
     logits = _measure_layers(model, replacements, example, report)
-    for name, layer in replacements.items():
-        if name:
-            model.set_submodule(name, layer)
-        else:  # the CNN is one convolution
-            model = layer
+    for layer in layers:
+        for name in layer.names if layer.name in replacements else ():  # one module may have several places
+            if name:
+                model.set_submodule(name, replacements[layer.name])
+            else:  # the CNN is one convolution
+                model = replacements[layer.name]
     report.params_before = sum(p.numel() for p in cnn.parameters())
     report.params_after = sum(p.numel() for p in model.parameters())
     report.logits_error = relative_error(_outputs(model(example)), logits)
@@ -150,17 +150,53 @@ def replace_convolutions(model: nn.Module, specs: dict[str, dict]) -> nn.Module:
 
 
 def relative_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Norm of the difference over the norm of what was expected, over all tensors together."""
-    difference = sum((g.double() - e.double()).square().sum() for g, e in zip(got, expected, strict=True))
-    return float((difference / sum(e.double().square().sum() for e in expected)).sqrt())
+    """Norm of the difference over the norm of what was expected, over all tensors together; 0 for equal zeros."""
+    difference = sum(float((g.double() - e.double()).square().sum()) for g, e in zip(got, expected, strict=True))
+    norm = sum(float(e.double().square().sum()) for e in expected)
+    return (difference / norm) ** 0.5 if norm else math.inf if difference else 0.0
 
 
-def _draw_images(model: nn.Module, size: tuple[int, int]) -> Tensor:
+def _check_arguments(
+    cnn: object, img_size: object, stages: object, max_grid: object, patch: object, span: object
+) -> tuple[int, int]:
+    """(height, width) of the images; an error for arguments of the wrong kind."""
+    if not isinstance(cnn, nn.Module):
+        raise ConversionError(f'convert takes an nn.Module and got {cnn!r}: load it first, e.g. timm.create_model("…")')
+    size = (img_size, img_size) if _is_count(img_size) else img_size
+    if not isinstance(size, tuple | list) or len(size) != 2 or not all(_is_count(n) for n in size):
+        raise ConversionError(f"img_size={img_size!r}: expected a side in pixels, or (height, width)")
+    if stages is not None and max_grid is not None:
+        raise ConversionError(f"stages={stages!r} and max_grid={max_grid!r}: give one of them")
+    if max_grid is not None and not _is_count(max_grid):
+        raise ConversionError(f"max_grid={max_grid!r}: expected a side in pixels, at least 1")
+    if patch != "auto" and not _is_count(patch):
+        raise ConstructionError(f'patch={patch!r}: expected "auto" or a side of at least 1 pixel')
+    if span not in ("auto", "global", "local"):
+        raise ConstructionError(f'span={span!r}: expected "auto", "global" or "local"')
+    return tuple(size)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _trace(model: nn.Module, size: tuple[int, int]) -> tuple[list[TracedLayer], Tensor]:
+    """The convolutions of a network, and random images that it takes."""
     first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     if first is None:
         raise ConversionError(f"{type(model).__name__} has no convolution: vitinit converts CNNs")
-    images = torch.randn(2, first.in_channels, *size, generator=torch.Generator().manual_seed(0))
-    return images.to(first.weight)
+
+    def draw(channels: int) -> Tensor:
+        return torch.randn(2, channels, *size, generator=torch.Generator().manual_seed(0)).to(first.weight)
+
+    images = draw(first.in_channels)
+    try:
+        return trace_convolutions(model, images), images
+    except ConversionError:
+        if first.in_channels == 3:
+            raise
+        images = draw(3)  # the first convolution sees pixels folded into channels
+        return trace_convolutions(model, images), images
 
 
 def _outputs(output: Tensor | Iterable) -> list[Tensor]:
@@ -172,49 +208,24 @@ def _outputs(output: Tensor | Iterable) -> list[Tensor]:
     return [tensor for part in parts for tensor in _outputs(part)]
 
 
-def _trace(model: nn.Module, images: Tensor) -> list[_TracedConv]:
-    """Convolutions in the order in which one forward pass calls them, with the sizes that they saw."""
-    traced = {
-        module: _TracedConv(name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d)
-    }
-    order: dict[nn.Module, None] = {}
-
-    def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        order[module] = None
-        traced[module].in_sizes.append(tuple(inputs[0].shape[-2:]))
-        traced[module].out_sizes.append(tuple(output.shape[-2:]))
-
-    hooks = [module.register_forward_hook(record) for module in traced]
-    try:
-        model(images)
-    except Exception as error:
-        height, width = images.shape[-2:]
-        raise ConversionError(
-            f"{type(model).__name__} does not take images of {height}x{width} pixels ({error}): "
-            "pass an img_size that it does"
-        ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [traced[m] for m in order] + [c for m, c in traced.items() if m not in order]
-
-
-def _choose(traced: list[_TracedConv], stages: int | Sequence[str] | None, size: tuple[int, int]) -> set[str]:
+def _choose(
+    layers: list[TracedLayer], stages: int | Sequence[str] | None, max_grid: int | None, size: tuple[int, int]
+) -> set[str]:
     """Names of the convolutions in the chosen stages."""
-    called = [conv for conv in traced if conv.out_sizes]
     if isinstance(stages, str):
         stages = [stages]
     if isinstance(stages, Sequence):
-        chosen = {c.name for c in traced for s in stages if c.name == s or c.name.startswith(f"{s}.")}
+        chosen = {layer.name for layer in layers for s in stages if layer.name == s or layer.name.startswith(f"{s}.")}
         for stage in stages:
             if not any(name == stage or name.startswith(f"{stage}.") for name in chosen):
-                known = ", ".join(sorted({c.name.split(".")[0] for c in traced}))
+                known = ", ".join(sorted({layer.name.split(".")[0] for layer in layers}))
                 raise ConversionError(f"no convolution lies in stage {stage!r}: expected module names such as {known}")
         return chosen
-    spatial = [conv for conv in called if isinstance(conv.module, nn.Conv2d) and _is_spatial(conv.module)]
-    grids = list(dict.fromkeys(conv.out_sizes[0] for conv in spatial))  # one stage each, in order
+    called = [layer for layer in layers if layer.out_sizes]
+    if max_grid is not None:
+        return {layer.name for layer in called if max(layer.out_sizes[0]) <= max_grid}
+    spatial = [r for r in called if r.is_spatial and isinstance(r.module, nn.Conv2d | AttentionConv2d)]
+    grids = list(dict.fromkeys(layer.out_sizes[0] for layer in spatial))  # one stage each, in order
     if stages is None:
         coarse = [grid for grid in grids if size[0] >= 8 * grid[0]]
         grids = coarse if len(coarse) >= 2 else grids[-2:]
@@ -222,97 +233,87 @@ def _choose(traced: list[_TracedConv], stages: int | Sequence[str] | None, size:
         raise ConversionError(f"stages={stages}: this network has {len(grids)} stages of KxK convolutions at this size")
     else:
         grids = grids[-stages:]
-    return {conv.name for conv in called if conv.out_sizes[0] in grids}
+    return {layer.name for layer in called if layer.out_sizes[0] in grids}
 
 
-def _is_spatial(module: nn.Module) -> bool:
-    return max(module.kernel_size) > 1
+def _place(
+    layer: TracedLayer, chosen: bool, patch: int | str, span: str, *, values: str, content_dim: int
+) -> tuple[Convolution, ConvGeometry]:
+    """What a layer computes and its heads' layout: the span and patch asked for, or those of fewest multiply-adds.
 
-
-def _reason_to_keep(conv: _TracedConv, chosen: bool) -> str | None:
-    """Why a convolution stays, or None where it can be attention."""
-    module = conv.module
-    if isinstance(module, nn.ConvTranspose2d):
-        return "transposed convolution"
-    if not _is_spatial(module):
-        return "1x1: already a linear map of each pixel"
-    if not conv.in_sizes:
-        return "never called as a module in a forward pass"
+    Raises:
+        ConversionError: The layer stays a convolution; the message is the reason.
+        ConstructionError: A patch that does not divide its grid.
+    """
+    if layer.reason is not None:
+        raise ConversionError(layer.reason)
+    if not layer.is_spatial:
+        raise ConversionError("1x1: already a linear map of each pixel")
+    if not layer.in_sizes:
+        raise ConversionError("never called as a module in a forward pass")
     if not chosen:
-        return "outside the chosen stages"
-    if len(set(conv.in_sizes)) > 1:
-        return f"called with {len(set(conv.in_sizes))} image sizes"
-    if module.padding_mode != "zeros":
-        return f"padding mode {module.padding_mode!r}: only zeros are attention on the zero-padded plane"
-    if type(module).forward not in (nn.Conv2d.forward, Conv2dSame.forward):
-        return f"{type(module).__name__} computes something else than nn.Conv2d"
-    return None
+        raise ConversionError("outside the chosen stages")
+    if len(set(layer.in_sizes)) > 1:
+        raise ConversionError(f"called with {len(set(layer.in_sizes))} image sizes")
+    in_size, out_size = layer.in_sizes[0], layer.out_sizes[0]
+    conv = read_convolution(layer.module, in_size)
 
-
-def _padding(module: nn.Conv2d, in_size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Zeros (top, bottom, left, right) that a convolution adds."""
-    if isinstance(module, Conv2dSame):
-        total = [
-            get_same_padding(in_size[i], module.kernel_size[i], module.stride[i], module.dilation[i]) for i in (0, 1)
-        ]
-        return total[0] // 2, total[0] - total[0] // 2, total[1] // 2, total[1] - total[1] // 2
-    left, right, top, bottom = module._reversed_padding_repeated_twice
-    return top, bottom, left, right
-
-
-def _place(conv: _TracedConv, patch: int | str, *, values: str, content_dim: int) -> ConvGeometry:
-    """A convolution on patches of the given side, or of the side with the fewest multiply-adds."""
-    module, in_size = conv.module, conv.in_sizes[0]
-
-    def place(side: int) -> ConvGeometry:
+    def place(side: int, span: str) -> ConvGeometry:
         return ConvGeometry.build(
-            in_size, kernel_size=module.kernel_size, stride=module.stride, dilation=module.dilation,
-            padding=_padding(module, in_size), patch=(side, side),
+            in_size, kernel_size=layer.kernel, stride=conv.stride, dilation=conv.dilation, padding=conv.padding,
+            patch=(side, side), span=span,
         )  # fmt: skip
 
     def cost(geometry: ConvGeometry) -> int:
-        channels = {"in_channels": module.in_channels, "out_channels": module.out_channels, "groups": module.groups}
+        channels = {"in_channels": layer.channels[0], "out_channels": layer.channels[1], "groups": conv.groups}
         # The exact plan even where the rank is capped: a cap would favour huge patches, whose kernels it ruins most.
         ranks = plan_ranks(geometry, **channels) if values == "factorized" else None
         return count_macs(geometry, **channels, content_dim=content_dim, ranks=ranks)
 
-    if patch != "auto":
-        return place(patch)
-    grids = (*in_size, *conv.out_sizes[0])
-    return min((place(p) for p in range(1, MAX_AUTO_PATCH + 1) if not any(n % p for n in grids)), key=cost)
+    sides = [patch]
+    if patch == "auto":
+        fits = [p for p in range(2, MAX_AUTO_PATCH + 1) if not any(n % p for n in (*in_size, *out_size))]
+        sides = [1, *(p for p in fits if min(out_size) >= MIN_AUTO_TOKENS * p)]
+    spans = [span]
+    if span == "auto":
+        spans = ["global"] if math.prod(in_size) * math.prod(out_size) <= MAX_AUTO_PAIRS else ["global", "local"]
+    # A window of one offset has nothing to attend to.
+    places = [place(side, name) for name in spans for side in sides]
+    return conv, min((p for p in places if p.table_size > 1), key=cost, default=places[0])
 
 
 def _build(
-    conv: _TracedConv, geometry: ConvGeometry, *, alpha: float, weights: str, values: str, rank: int | None,
+    conv: Convolution, geometry: ConvGeometry, *, alpha: float, weights: str, values: str, rank: int | None,
     content_dim: int,
 ) -> AttentionConv2d:  # fmt: skip
     """The attention layer that is to compute a convolution, its weights not yet loaded."""
-    module = conv.module
+    out_channels, width, *kernel_size = conv.weight.shape
     return AttentionConv2d(
-        module.in_channels, module.out_channels, module.kernel_size, in_size=geometry.in_size, stride=module.stride,
-        padding=_padding(module, geometry.in_size), dilation=module.dilation, groups=module.groups,
-        bias=module.bias is not None, patch=geometry.patch, alpha=alpha, weights=weights, values=values, rank=rank,
-        content_dim=content_dim, dtype=module.weight.dtype,
+        width * conv.groups, out_channels, tuple(kernel_size), in_size=geometry.in_size, stride=conv.stride,
+        padding=conv.padding, dilation=conv.dilation, groups=conv.groups, bias=conv.bias is not None,
+        patch=geometry.patch, span=geometry.span, alpha=alpha, weights=weights, values=values, rank=rank,
+        content_dim=content_dim, dtype=conv.weight.dtype,
     )  # fmt: skip
 
 
 def _describe(
-    conv: _TracedConv, *, reason: str | None = None, layer: AttentionConv2d | None = None, energy: float = 1.0
+    layer: TracedLayer, *, reason: str | None = None, attention: AttentionConv2d | None = None, energy: float = 1.0
 ) -> LayerReport:
-    module = conv.module
-    out_size = conv.out_sizes[0] if conv.out_sizes else (0, 0)
+    out_size = layer.out_sizes[0] if layer.out_sizes else (0, 0)
+    macs = math.prod(layer.kernel) * layer.channels[0] * layer.channels[1] // layer.groups * math.prod(out_size)
+    if isinstance(layer.module, AttentionConv2d):
+        macs = layer.module.count_macs()
     row = LayerReport(
-        name=conv.name, kernel=tuple(module.kernel_size), stride=tuple(module.stride), groups=module.groups,
-        channels=(module.in_channels, module.out_channels), grid=out_size, reason=reason,
-        params_before=sum(p.numel() for p in module.parameters()),
-        macs_before=module.weight.numel() * out_size[0] * out_size[1],
+        name=layer.name, kernel=layer.kernel, stride=layer.stride, groups=layer.groups, channels=layer.channels,
+        grid=out_size, reason=reason, macs_before=macs, params_before=sum(p.numel() for p in layer.module.parameters()),
     )  # fmt: skip
-    if layer is None:
+    if attention is None:
         row.params_after, row.macs_after = row.params_before, row.macs_before
         return row
-    row.patch, row.heads, row.tokens = layer.geometry.patch, layer.geometry.heads, layer.geometry.n_queries
-    row.sharpness = alpha_to_sharpness(layer.attention.alpha, layer.geometry.table_size)
-    row.params_after, row.macs_after = sum(p.numel() for p in layer.parameters()), layer.count_macs()
+    geometry = attention.geometry
+    row.patch, row.heads, row.tokens, row.span = geometry.patch, geometry.heads, geometry.n_queries, geometry.span
+    row.sharpness = alpha_to_sharpness(attention.attention.alpha, geometry.table_size)
+    row.params_after, row.macs_after = sum(p.numel() for p in attention.parameters()), attention.count_macs()
     row.energy = energy
     return row
 

@@ -7,6 +7,9 @@ T = Th*Tw relative offsets of a table.
 Attention runs over the infinite zero-padded plane. Every offset of a table exists as a key for every query;
 a key outside the image holds zero. The softmax denominator over the table is therefore the same for every
 query, and a map that depends on positions alone is a gather of softmax(table).
+
+The span of a table is "global", every offset between two tokens of the image, or "local", the window of offsets that
+the kernel reaches (Ramachandran et al. 2019). The construction is the same on both: only T differs.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vitinit.errors import ConstructionError
@@ -43,9 +48,10 @@ class AxisGeometry:
         after: Zero padding behind the last pixel.
         patch: P, output pixels a query token holds.
         in_patch: Q, input pixels a key token holds.
+        span: "global" or "local": the offsets of the table.
 
     Raises:
-        ConstructionError: An empty output, or patches that do not divide the grids or the stride.
+        ConstructionError: An empty output, an unknown span, or patches that do not divide the grids or the stride.
     """
 
     in_size: int
@@ -56,8 +62,11 @@ class AxisGeometry:
     after: int
     patch: int
     in_patch: int
+    span: str = "global"
 
     def __post_init__(self):
+        if self.span not in ("global", "local"):
+            raise ConstructionError(f'span={self.span!r} is unknown: expected "global" or "local"')
         if self.out_size < 1:
             raise ConstructionError(
                 f"a kernel of {self.kernel} (dilation {self.dilation}) does not fit into {self.in_size} pixels "
@@ -112,20 +121,23 @@ class AxisGeometry:
             patch=self.patch, in_patch=self.in_patch,
         )  # fmt: skip
 
-    @property
-    def low(self) -> int:
-        """Smallest offset of the table: what any query can reach, and at least -1."""
-        return min(self.offsets[0], -self.token_stride * (self.queries - 1), -1)
+    @cached_property
+    def table_offsets(self) -> range:
+        """Token offsets of the table, ascending.
 
-    @property
-    def high(self) -> int:
-        """Largest offset of the table: what any query can reach, and at least 1."""
-        return max(self.offsets[-1], self.keys - 1, 1)
+        A global table holds what any query can reach, and at least -1..1. A local one holds the kernel's own offsets,
+        a dilated window where they are.
+        """
+        if self.span == "local":
+            gaps = [b - a for a, b in pairwise(self.offsets)]
+            return range(self.offsets[0], self.offsets[-1] + 1, math.gcd(*gaps) or 1)
+        low = min(self.offsets[0], -self.token_stride * (self.queries - 1), -1)
+        return range(low, max(self.offsets[-1], self.keys - 1, 1) + 1)
 
     @property
     def table_size(self) -> int:
         """Offsets of the table."""
-        return self.high - self.low + 1
+        return len(self.table_offsets)
 
     @property
     def query_tokens(self) -> Tensor:
@@ -135,15 +147,23 @@ class AxisGeometry:
 
     @property
     def table_index(self) -> Tensor:
-        """(queries, keys) index into the table of the offset j - t*i."""
+        """(queries, keys) index into the table of the offset j - t*i, and -1 where the table does not hold it."""
         i, j = torch.arange(self.queries)[:, None], torch.arange(self.keys)[None, :]
-        return j - self.token_stride * i - self.low
+        offset, step = j - self.token_stride * i - self.table_offsets[0], self.table_offsets.step
+        held = (offset % step == 0) & (offset >= 0) & (offset < step * self.table_size)
+        return torch.where(held, offset // step, -1)
 
     @property
     def inside(self) -> Tensor:
         """(queries, table_size) bool, whether that offset lands on a key of the image."""
-        key = torch.arange(self.queries)[:, None] * self.token_stride + torch.arange(self.low, self.high + 1)
+        key = torch.arange(self.queries)[:, None] * self.token_stride + torch.tensor(self.table_offsets)
         return (key >= 0) & (key < self.keys)
+
+    @property
+    def margins(self) -> tuple[int, int]:
+        """Key tokens that the tables of the first and the last query reach before and behind the image (or lack)."""
+        last = self.token_stride * (self.queries - 1) + self.table_offsets[-1]
+        return -self.table_offsets[0], last - (self.keys - 1)
 
 
 @dataclass(frozen=True)
@@ -167,6 +187,7 @@ class ConvGeometry:
         padding: tuple[int, int, int, int] = (0, 0, 0, 0),
         patch: tuple[int, int] = (1, 1),
         in_patch: tuple[int, int] | None = None,
+        span: str = "global",
     ) -> ConvGeometry:
         """Geometry of a convolution.
 
@@ -178,6 +199,7 @@ class ConvGeometry:
             padding: Zeros (top, bottom, left, right).
             patch: Output patch (Ph, Pw).
             in_patch: Input patch (Qh, Qw); the output patch by default.
+            span: "global" or "local".
 
         Raises:
             ConstructionError: As `AxisGeometry`.
@@ -186,7 +208,7 @@ class ConvGeometry:
         axes = [
             AxisGeometry(
                 in_size[i], kernel_size[i], stride[i], dilation[i],
-                padding[2 * i], padding[2 * i + 1], patch[i], in_patch[i],
+                padding[2 * i], padding[2 * i + 1], patch[i], in_patch[i], span,
             )
             for i in range(2)
         ]  # fmt: skip
@@ -247,10 +269,21 @@ class ConvGeometry:
         """Input patch (Qh, Qw)."""
         return self.y.in_patch, self.x.in_patch
 
+    @property
+    def span(self) -> str:
+        """ "global" or "local"."""
+        return self.y.span
+
+    @property
+    def table_offsets(self) -> list[tuple[int, int]]:
+        """(T,) (row, column) token offset of each entry of a table."""
+        return [(dy, dx) for dy in self.y.table_offsets for dx in self.x.table_offsets]
+
     def relative_index(self) -> Tensor:
-        """(Nq, Nk) index into a flat table (T,) of the offset from query to key."""
-        rows = self.y.table_index[:, None, :, None] * self.x.table_size  # Hq 1 Hk 1
-        return (rows + self.x.table_index[None, :, None, :]).reshape(self.n_queries, self.n_keys)
+        """(Nq, Nk) index into a flat table (T,) of the offset from query to key; T for keys outside its window."""
+        rows, columns = self.y.table_index[:, None, :, None], self.x.table_index[None, :, None, :]
+        index = torch.where((rows < 0) | (columns < 0), self.table_size, rows * self.x.table_size + columns)
+        return index.reshape(self.n_queries, self.n_keys)
 
     def query_index(self) -> Tensor:
         """(Nq,) key token whose content is each query's."""
@@ -258,7 +291,8 @@ class ConvGeometry:
 
     def target_index(self) -> Tensor:
         """(H-1,) index into a flat table (T,) of each convolution head's own offset."""
-        return torch.tensor([(dy - self.y.low) * self.x.table_size + dx - self.x.low for dy, dx in self.offsets])
+        place = {offset: i for i, offset in enumerate(self.table_offsets)}
+        return torch.tensor([place[offset] for offset in self.offsets])
 
 
 def sharpness_to_alpha(sharpness: float, table_size: int) -> float:
@@ -287,6 +321,16 @@ def build_bias_table(geometry: ConvGeometry, *, alpha: float) -> Tensor:
     return table
 
 
+def positional_mass(table: Tensor) -> Tensor:
+    """Attention mass (H, T) of heads that attend by position alone: the softmax of a table (H, T).
+
+    Not torch.softmax: on CPU it is measured to be ten times less accurate in float32 than torch.exp, and the output
+    weights assume the exact mass.
+    """
+    mass = (table - table.detach().amax(dim=-1, keepdim=True)).exp()
+    return mass / mass.sum(dim=-1, keepdim=True)
+
+
 def positional_maps(table: Tensor, relative_index: Tensor) -> Tensor:
     """Attention maps (H, Nq, Nk) of heads that attend by position alone, over the zero-padded plane.
 
@@ -296,11 +340,14 @@ def positional_maps(table: Tensor, relative_index: Tensor) -> Tensor:
         table: (H, T).
         relative_index: (Nq, Nk), from `ConvGeometry.relative_index`.
     """
-    # Not torch.softmax: on CPU it is measured to be ten times less accurate in float32 than torch.exp, and the output
-    # weights assume the exact mass.
-    mass = (table - table.detach().amax(dim=-1, keepdim=True)).exp()
-    mass = mass / mass.sum(dim=-1, keepdim=True)  # H T
+    mass = F.pad(positional_mass(table), (0, 1))  # nothing outside a window
     return mass.index_select(1, relative_index.flatten()).view(len(table), *relative_index.shape)
+
+
+def positional_logits(table: Tensor, relative_index: Tensor) -> Tensor:
+    """Logits (H, Nq, Nk) of a table (H, T); outside a window they are hugely negative, as in `sink_logits`."""
+    table = F.pad(table, (0, 1), value=torch.finfo(table.dtype).min / 4)
+    return table.index_select(1, relative_index.flatten()).view(len(table), *relative_index.shape)
 
 
 def sink_logits(table: Tensor, geometry: ConvGeometry) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+COSTLY = 10
+
 
 @dataclass
 class LayerReport:
@@ -20,6 +22,7 @@ class LayerReport:
     grid: tuple[int, int]
     reason: str | None = None
     patch: tuple[int, int] | None = None
+    span: str | None = None
     tokens: int | None = None
     heads: int | None = None
     sharpness: float | None = None
@@ -62,10 +65,10 @@ class ConversionReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        header = ("layer", "kernel", "stride", "grid", "patch", "heads", "params", "MFLOPs", "error")
+        header = ("layer", "kernel", "stride", "grid", "patch", "span", "heads", "params", "MFLOPs", "error")
         rows = [
             (
-                row.name, _by(row.kernel), _by(row.stride), _by(row.grid), _by(row.patch), str(row.heads),
+                row.name, _by(row.kernel), _by(row.stride), _by(row.grid), _by(row.patch), row.span, str(row.heads),
                 f"{_count(row.params_before)} > {_count(row.params_after)}",
                 f"{row.macs_before / 1e6:.1f} > {row.macs_after / 1e6:.1f}", f"{row.error:.1e}",
             )
@@ -78,6 +81,13 @@ class ConversionReport:
         if any(row.energy is not None and row.energy < 1 - 1e-9 for row in self.converted):
             lowest = min(row.energy for row in self.converted)
             lines.append(f"kernel energy kept: at least {lowest:.2%} in every layer")
+        costly = [row for row in self.converted if row.macs_after > COSTLY * row.macs_before]
+        if costly:
+            worst = max(costly, key=lambda row: row.macs_after / row.macs_before)
+            lines.append(
+                f"note: {len(costly)} layers cost more than {COSTLY} times their convolution, {worst.name} "
+                f'{worst.macs_after / worst.macs_before:.0f} times; span="local" costs about what it does'
+            )
         before, after = (sum(getattr(row, key) for row in self.layers) for key in ("macs_before", "macs_after"))
         lines.append(
             f"{len(self.converted)} of {len(self.layers)} convolutions are attention at "

@@ -28,6 +28,7 @@ class AttentionConv2d(nn.Module):
         groups: G.
         bias: Whether there is a bias.
         patch: Patch (Ph, Pw) of queries and keys in pixels.
+        span: "global", all tokens of the image, or "local", the window of tokens that the kernel reaches.
         alpha: Bias of each head on its own offset at the start.
         weights: "tied" or "free".
         values: "identity" or "factorized".
@@ -52,6 +53,7 @@ class AttentionConv2d(nn.Module):
         groups: int = 1,
         bias: bool = True,
         patch: tuple[int, int] = (1, 1),
+        span: str = "global",
         alpha: float,
         weights: str = "tied",
         values: str = "identity",
@@ -63,12 +65,12 @@ class AttentionConv2d(nn.Module):
         self.spec = {
             "in_channels": in_channels, "out_channels": out_channels, "kernel_size": list(kernel_size),
             "in_size": list(in_size), "stride": list(stride), "padding": list(padding),
-            "dilation": list(dilation), "groups": groups, "bias": bias, "patch": list(patch), "alpha": alpha,
+            "dilation": list(dilation), "groups": groups, "bias": bias, "patch": list(patch), "span": span, "alpha": alpha,
             "weights": weights, "values": values, "rank": rank, "content_dim": content_dim,
         }  # fmt: skip
         self.geometry = ConvGeometry.build(
             tuple(in_size), kernel_size=tuple(kernel_size), stride=tuple(stride), dilation=tuple(dilation),
-            padding=tuple(padding), patch=tuple(patch),
+            padding=tuple(padding), patch=tuple(patch), span=span,
         )  # fmt: skip
         self.attention = TableAttention(
             self.geometry, in_channels=in_channels, out_channels=out_channels, groups=groups, alpha=alpha,

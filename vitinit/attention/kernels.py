@@ -2,9 +2,12 @@
 
 Alphabet: B images, H heads, G groups, Nq queries, Nk keys, D token width, d head width of queries and keys.
 
-Two cases. While content is off, a head's map is the same for every image, so one (H, Nq, Nk) map serves the
-batch and attention is two matrix products. With content on, each image has its own maps, and one more key, the
+Global span, two cases. While content is off, a head's map is the same for every image, so one (H, Nq, Nk) map serves
+the batch and attention is two matrix products. With content on, each image has its own maps, and one more key, the
 sink, stands for the zero-padded plane outside the image.
+
+Local span, the same two cases without any map over all tokens: with content off, heads that share a window add up to
+one convolution of the token grid; with content on, each query gathers its window of T keys.
 """
 
 from __future__ import annotations
@@ -91,6 +94,65 @@ def attend_positions(maps: Tensor, tokens: Tensor) -> Tensor:
     return seen.view(n_queries, heads, batch, width).permute(2, 0, 1, 3)
 
 
+def attend_window_positions(mass: Tensor, weight: Tensor, tokens: Tensor, geometry: ConvGeometry) -> Tensor:
+    """Outputs (B, Nq, D_out) = sum_h A_h X W_h of heads that attend by position alone within one window.
+
+    A_h = sum_t mass[h, t] S_t, so the sum is the convolution of the token grid with sum_h mass[h, t] W_h: one kernel for
+    all images, formed anew in each step. Depthwise heads cost what a depthwise convolution costs.
+
+    Args:
+        mass: (H, T) attention of each head on each offset of the window.
+        weight: (H, G, D_in/G, D_out/G).
+        tokens: (B, Nk, D_in).
+        geometry: A geometry of local span.
+    """
+    y, x = geometry.y, geometry.x
+    kernel = torch.einsum("ht,hgio->goit", mass, weight).flatten(0, 1)
+    kernel = kernel.unflatten(-1, (y.table_size, x.table_size))  # Dout Din/G Th Tw
+    out = F.conv2d(
+        _pad_grid(tokens, geometry), kernel, stride=(y.token_stride, x.token_stride),
+        dilation=(y.table_offsets.step, x.table_offsets.step), groups=weight.shape[1],
+    )  # fmt: skip
+    return out.flatten(2).mT
+
+
+def attend_window_content(query: Tensor, key: Tensor, value: Tensor, table: Tensor, geometry: ConvGeometry) -> Tensor:
+    """What each head gathers, (B, Nq, H, D), by softmax(query key^T / sqrt(d) + table) on the window of each query.
+
+    Keys and values outside the image are zero.
+
+    Args:
+        query: (B, H, Nq, d).
+        key: (B, H, Nk, d).
+        value: (B, Nk, D).
+        table: (H, T).
+        geometry: A geometry of local span.
+    """
+    heads, width = key.shape[1], key.shape[3]
+    keys = gather_windows(key.transpose(1, 2).flatten(2), geometry).unflatten(-1, (heads, width))  # B Nq T H d
+    logits = torch.einsum("bhqd,bqthd->bqht", query * width**-0.5, keys)
+    return (logits + table).softmax(dim=-1).to(value.dtype) @ gather_windows(value, geometry)
+
+
+def gather_windows(tokens: Tensor, geometry: ConvGeometry) -> Tensor:
+    """The window of every query, (B, Nq, T, D), zero outside the image, of tokens (B, Nk, D)."""
+    (y, x), padded = (geometry.y, geometry.x), _pad_grid(tokens, geometry)
+    windows = [
+        padded[:, :, row : row + y.token_stride * (y.queries - 1) + 1 : y.token_stride,
+               column : column + x.token_stride * (x.queries - 1) + 1 : x.token_stride]
+        for row in range(0, y.table_offsets.step * y.table_size, y.table_offsets.step)
+        for column in range(0, x.table_offsets.step * x.table_size, x.table_offsets.step)
+    ]  # fmt: skip
+    return torch.stack([window.flatten(2) for window in windows], dim=2).permute(0, 3, 2, 1)  # B D T Nq -> B Nq T D
+
+
+def _pad_grid(tokens: Tensor, geometry: ConvGeometry) -> Tensor:
+    """The token grid (B, D, rows, columns), with the zeros that its windows reach."""
+    grid = tokens.mT.reshape(len(tokens), -1, *geometry.key_grid)
+    margins = (*geometry.x.margins, *geometry.y.margins)
+    return F.pad(grid, margins) if any(margins) else grid
+
+
 def count_macs(
     geometry: ConvGeometry,
     *,
@@ -102,6 +164,8 @@ def count_macs(
 ) -> int:
     """Multiply-adds of one image through an attention layer: content scores, attention and head weights.
 
+    What is done once a batch (tied weights, the kernel of a window) does not count.
+
     Args:
         geometry: The convolution on patches.
         in_channels: C_in.
@@ -112,6 +176,12 @@ def count_macs(
     """
     n_queries, n_keys, heads = geometry.n_queries, geometry.n_keys, geometry.heads
     d_in, d_out = in_channels * math.prod(geometry.in_patch), out_channels * math.prod(geometry.patch)
+    if geometry.span == "local":
+        window = n_queries * geometry.table_size
+        if not content_dim:
+            return window * d_in * d_out // groups
+        content = heads * content_dim * (d_in * (n_queries + n_keys) + window)
+        return content + heads * (window * d_in + n_queries * d_in * d_out // groups)
     content = heads * content_dim * (d_in * (n_queries + n_keys) + n_queries * n_keys)
     if ranks is not None:
         return content + sum(ranks) * (n_keys * d_in + groups * n_queries * n_keys + n_queries * d_out)

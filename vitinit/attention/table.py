@@ -7,10 +7,24 @@ import math
 import torch
 from torch import Tensor, nn
 
-from vitinit.attention.kernels import attend_content, attend_positions, content_maps, mix_heads
+from vitinit.attention.kernels import (
+    attend_content,
+    attend_positions,
+    attend_window_content,
+    attend_window_positions,
+    content_maps,
+    mix_heads,
+)
 from vitinit.construction import build_head_placement, factorize_heads, kernel_to_heads, plan_ranks
 from vitinit.errors import ConstructionError
-from vitinit.positions import ConvGeometry, build_bias_table, positional_maps, sink_logits
+from vitinit.positions import (
+    ConvGeometry,
+    build_bias_table,
+    positional_logits,
+    positional_maps,
+    positional_mass,
+    sink_logits,
+)
 
 
 class TableAttention(nn.Module):
@@ -100,7 +114,8 @@ class TableAttention(nn.Module):
         if content_dim:
             self.query = nn.Linear(groups * width_in, self.heads * content_dim, bias=False, dtype=dtype)
             self.key = nn.Linear(groups * width_in, self.heads * content_dim, bias=False, dtype=dtype)
-        self.register_buffer("relative_index", geometry.relative_index(), persistent=False)
+        if geometry.span == "global":  # N^2 numbers, which a window does without
+            self.register_buffer("relative_index", geometry.relative_index(), persistent=False)
         self.register_buffer("query_index", geometry.query_index(), persistent=False)
         self.reset_parameters()
 
@@ -167,27 +182,42 @@ class TableAttention(nn.Module):
 
         What a row lacks to 1 lies on zero padding.
         """
+        index = self._index()
         if not self.content_dim:
-            return positional_maps(self.bias_table, self.relative_index).unsqueeze(0)
+            return positional_maps(self.bias_table, index).unsqueeze(0)
         query, key = self._split_content(tokens)
-        return content_maps(query, key, self._position_logits(), sink_logits(self.bias_table, self.geometry))
+        return content_maps(
+            query, key, positional_logits(self.bias_table, index), sink_logits(self.bias_table, self.geometry)
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (B, Nq, D_out) of tokens (B, Nk, D_in)."""
-        if self.values == "factorized":
+        if self.geometry.span == "local":
+            out = self._attend_window(tokens)
+        elif self.values == "factorized":
             out = self._attend_factorized(tokens)
         else:
-            if self.content_dim:
-                query, key = self._split_content(tokens)
-                sink = sink_logits(self.bias_table, self.geometry)
-                seen = attend_content(query, key, tokens.unsqueeze(1), self._position_logits(), sink)  # B H Nq D
-                seen = seen.transpose(1, 2)
-            else:
-                seen = attend_positions(positional_maps(self.bias_table, self.relative_index), tokens)
-            out = mix_heads(seen, self.head_weights())
+            out = mix_heads(self._gather(tokens), self.head_weights())
         if self.bias is not None:
             out = out + self.bias.repeat_interleave(math.prod(self.geometry.patch))
         return out
+
+    def _gather(self, tokens: Tensor) -> Tensor:
+        """What each head sees, (B, Nq, H, D_in)."""
+        if not self.content_dim:
+            return attend_positions(positional_maps(self.bias_table, self.relative_index), tokens)
+        query, key = self._split_content(tokens)
+        logits = positional_logits(self.bias_table, self.relative_index)
+        sink = sink_logits(self.bias_table, self.geometry)
+        return attend_content(query, key, tokens.unsqueeze(1), logits, sink).transpose(1, 2)
+
+    def _attend_window(self, tokens: Tensor) -> Tensor:
+        if not self.content_dim:
+            mass = positional_mass(self.bias_table)
+            return attend_window_positions(mass, self.head_weights(), tokens, self.geometry)
+        query, key = self._split_content(tokens)
+        seen = attend_window_content(query, key, tokens, self.bias_table, self.geometry)
+        return mix_heads(seen, self.head_weights())
 
     def _attend_factorized(self, tokens: Tensor) -> Tensor:
         batch, n_keys, _ = tokens.shape
@@ -197,9 +227,10 @@ class TableAttention(nn.Module):
         seen = torch.cat([m.unsqueeze(1).to(v.dtype) @ v for m, v in zip(maps, values, strict=True)], dim=-1)
         return (seen @ self.out_weight).transpose(1, 2).flatten(2)  # B G Nq Dout/G -> B Nq Dout
 
-    def _position_logits(self) -> Tensor:
-        table = self.bias_table.index_select(1, self.relative_index.flatten())
-        return table.view(self.heads, *self.relative_index.shape)  # H Nq Nk
+    def _index(self) -> Tensor:
+        if self.geometry.span == "global":
+            return self.relative_index
+        return self.geometry.relative_index().to(self.bias_table.device)
 
     def _split_content(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         batch = len(tokens)
@@ -211,7 +242,7 @@ class TableAttention(nn.Module):
         """Short summary for print(model)."""
         (qy, qx), (ky, kx) = self.geometry.query_grid, self.geometry.key_grid
         return (
-            f"heads={self.heads}, keys={ky}x{kx}, queries={qy}x{qx}, patch={self.geometry.patch}, "
+            f"heads={self.heads}, span={self.geometry.span}, keys={ky}x{kx}, queries={qy}x{qx}, patch={self.geometry.patch}, "
             f"weights={self.weights}, values={self.values}, content_dim={self.content_dim}"
         )
 

@@ -1,0 +1,286 @@
+"""Every timm model with a convolution larger than 1x1, converted and compared with itself in float64 and float32.
+
+    python benchmarks/timm_sweep.py                        # go on where the CSV ends, then write the page
+    python benchmarks/timm_sweep.py --models "convnext*"   # some models, printed only
+
+Each model is built with random weights at the smallest square image that it takes (32 px or more). Its norms, scales and
+zero-initialized weights are drawn at random, so that no branch is silent, and batch norms get the statistics of random
+images, perturbed. Two conversions: "first", every convolution on a grid of at most 16x16 pixels, and "windows", every
+convolution on a grid of at most 56x56 with local windows. Errors are norms of differences over norms of the CNN's logits.
+`rounding_f32` is the CNN's own: float32 against float64. Status "rounding": exact in float64, and in float32 above the
+limit of 1e-4 but within ten times the CNN's own rounding.
+"""
+
+import argparse
+import csv
+import fnmatch
+import gc
+import math
+import multiprocessing
+import os
+import time
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import timm
+import torch
+from torch import nn
+
+import vitinit
+from vitinit.convert import relative_error
+from vitinit.errors import ConversionError
+from vitinit.provenance import describe_environment
+
+PASSES = {"first": {"max_grid": 16}, "windows": {"max_grid": 56, "span": "local"}}
+LIMITS = {"error_f64": 1e-9, "error_f32": 1e-4}
+SIZES = (32, 48, 64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
+MAX_PARAMS = 700e6  # two copies in float64 beside each other
+COLUMNS = [
+    "model", "family", "pass", "status", "params_m", "img_size", "convolutions", "converted", "local", "kept",
+    "error_f64", "worst_layer_f64", "error_f32", "rounding_f32", "seconds", "reason",
+]  # fmt: skip
+RESULTS = Path(__file__).parent / "results" / "timm_sweep.csv"
+PAGE = Path(__file__).parent / "timm_sweep.md"
+
+
+def list_names() -> list[str]:
+    """timm's models, family by family, without those that vitinit registers."""
+    own = ("vitinit_", "_cifar")
+    return sorted(
+        (n for n in timm.list_models() if own[0] not in n and not n.endswith(own[1])), key=lambda n: (family(n), n)
+    )
+
+
+def family(name: str) -> str:
+    """The timm module that a model is defined in."""
+    return timm.model_entrypoint(name).__module__.rsplit(".", 1)[-1]
+
+
+def build(name: str) -> tuple[nn.Module, int]:
+    """A model with random weights that no branch hides, and the smallest image side that it takes.
+
+    Raises:
+        ConversionError: It has no K x K convolution, is too large, or takes no square image.
+    """
+    torch.manual_seed(0)
+    model = timm.create_model(name)
+    if not any(isinstance(m, nn.Conv2d) and max(m.kernel_size) > 1 for m in model.modules()):
+        raise ConversionError("none: no nn.Conv2d larger than 1x1")
+    if (size := sum(p.numel() for p in model.parameters())) > MAX_PARAMS:
+        raise ConversionError(f"too large: {size / 1e6:.0f} M parameters for this machine")
+    native = model.pretrained_cfg["input_size"][-1]
+    problem = None
+    for side in sorted({*(s for s in SIZES if s <= native), native}):
+        for settings in ({}, {"img_size": side}):
+            try:
+                candidate = timm.create_model(name, **settings) if settings else model
+                candidate.eval()(torch.randn(2, *channels(candidate), side, side))
+            except Exception as error:  # whatever a network raises on a size that it does not take
+                problem = error
+                continue
+            return randomize(candidate, side), side
+    raise ConversionError(f"runs on no square image: {type(problem).__name__}: {problem}")
+
+
+def channels(model: nn.Module) -> tuple[int]:
+    """Channels of the images that a model takes."""
+    return (model.pretrained_cfg["input_size"][0],)
+
+
+@torch.no_grad()
+def randomize(model: nn.Module, side: int) -> nn.Module:
+    """Norms, scales and zero weights drawn at random; batch norms with perturbed statistics of random images."""
+    for name, parameter in model.named_parameters():
+        is_vector = parameter.numel() == max(parameter.shape, default=1)
+        if is_vector and ("bias" in name or "embed" in name or "token" in name):
+            nn.init.normal_(parameter, std=0.1)
+        elif is_vector:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+        elif not parameter.any():
+            nn.init.normal_(parameter, std=0.02)
+    norms = [
+        m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None
+    ]
+    for norm in norms:
+        norm.train().momentum = 1.0
+    if norms:
+        model(torch.randn(16, *channels(model), side, side))
+    for norm in norms:
+        norm.eval()
+        norm.running_mean += 0.1 * norm.running_var.sqrt() * torch.randn_like(norm.running_mean)
+        norm.running_var *= torch.empty_like(norm.running_var).uniform_(0.8, 1.25)
+    return model.eval()
+
+
+@torch.no_grad()
+def measure(name: str) -> list[dict]:
+    """The rows of a model, one a pass."""
+    row = {"model": name, "family": family(name)}
+    started = time.perf_counter()
+    try:
+        cnn, side = build(name)
+    except ConversionError as error:
+        status, _, reason = str(error).partition(": ")
+        return [{**row, "pass": key, "status": status, "reason": reason} for key in PASSES]
+    row |= {"params_m": round(sum(p.numel() for p in cnn.parameters()) / 1e6, 2), "img_size": side}
+    images = torch.randn(2, *channels(cnn), side, side, generator=torch.Generator().manual_seed(1))
+    rows = []
+    for key, settings in PASSES.items():
+        rows.append({**row, "pass": key, **compare(cnn, images, settings)})
+        rows[-1]["seconds"] = round(time.perf_counter() - started, 2)
+        started = time.perf_counter()
+    return rows
+
+
+def compare(cnn: nn.Module, images: torch.Tensor, settings: dict) -> dict:
+    """Errors of one conversion of a float32 CNN, which is as it was afterwards."""
+    try:
+        converted, report = vitinit.convert(cnn.double(), img_size=images.shape[-1], tolerance=math.inf, **settings)
+    except ConversionError as error:
+        lines = str(error).splitlines()
+        return {"status": "kept", "converted": 0, "reason": "; ".join(line.strip() for line in lines[:3])}
+    finally:
+        cnn.float()
+    logits = flatten(converted(images.double()))
+    expected = flatten(cnn(images))
+    errors = {
+        "error_f64": report.logits_error,
+        "worst_layer_f64": max(r.error for r in report.converted),
+        "error_f32": relative_error(flatten(converted.float()(images)), expected),
+        "rounding_f32": relative_error(expected, logits),
+    }
+    spatial = [r for r in report.layers if max(r.kernel) > 1]
+    kept = [r for r in spatial if not r.converted]
+    finite = all(tensor.isfinite().all() and tensor.any() for tensor in expected)
+    # Some random networks amplify float32 rounding by themselves: then the CNN's own rounding is the yardstick.
+    limit_f32 = max(LIMITS["error_f32"], 10 * errors["rounding_f32"])
+    passed = finite and errors["error_f64"] <= LIMITS["error_f64"] and errors["error_f32"] <= limit_f32
+    status = "passed" if passed and errors["error_f32"] <= LIMITS["error_f32"] else "rounding" if passed else "failed"
+    reasons = {}
+    for r in kept:
+        reasons.setdefault(r.reason, []).append(r.name)
+    return {
+        "status": status, "convolutions": len(spatial), "converted": len(report.converted),
+        "local": sum(r.span == "local" for r in report.converted), "kept": len(kept),
+        **{key: f"{value:.1e}" for key, value in errors.items()},
+        "reason": "; ".join(f"{len(names)} {reason}" for reason, names in reasons.items()),
+    }  # fmt: skip
+
+
+def flatten(output: object) -> list[torch.Tensor]:
+    """The tensors of a model's output."""
+    return [output] if isinstance(output, torch.Tensor) else [t for part in output for t in flatten(part)]
+
+
+def work(pipe: Connection) -> None:
+    """Measure the models that come through a pipe."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    warnings.filterwarnings("ignore")
+    while name := pipe.recv():
+        try:
+            rows = measure(name)
+        except Exception as error:  # one broken model does not end the sweep
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            rows = [
+                {"model": name, "family": family(name), "pass": p, "status": "failed", "reason": reason} for p in PASSES
+            ]
+        gc.collect()
+        pipe.send(rows)
+
+
+class Worker:
+    """A process that measures one model at a time; it is replaced when it dies or takes too long."""
+
+    def __init__(self, limit: float):
+        self.limit = limit
+        self.start()
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=work, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+        self.name = None
+
+    def give(self, name: str) -> None:
+        self.name, self.deadline = name, time.monotonic() + self.limit
+        self.pipe.send(name)
+
+    def take(self) -> list[dict] | None:
+        """The rows of the model it was given, once there are any."""
+        reason = None
+        try:
+            if self.pipe.poll():
+                rows, self.name = self.pipe.recv(), None
+                return rows
+        except EOFError:
+            reason = "the process died, probably for memory"
+        if time.monotonic() > self.deadline:
+            reason = f"took more than {self.limit:.0f} s"
+        if reason is None:
+            return None
+        self.process.kill()
+        rows = [
+            {"model": self.name, "family": family(self.name), "pass": p, "status": "stopped", "reason": reason}
+            for p in PASSES
+        ]
+        self.start()
+        return rows
+
+
+def run(names: list[str], path: Path, workers: int, limit: float) -> None:
+    """Measure models in several processes; their rows go to the CSV as they come."""
+    todo, team, left = list(names), [Worker(limit) for _ in range(workers)], len(names)
+    while left:
+        for worker in team:
+            if worker.name is None:
+                if todo:
+                    worker.give(todo.pop(0))
+                continue
+            if rows := worker.take():
+                with path.open("a", newline="") as file:
+                    csv.DictWriter(file, COLUMNS).writerows(rows)
+                left -= 1
+                show(rows, left)
+        time.sleep(0.02)
+    for worker in team:
+        worker.process.kill()
+
+
+def show(rows: list[dict], left: int) -> None:
+    """One line for each pass on the terminal."""
+    for row in rows:
+        values = (
+            f"{row.get(key, '')}"
+            for key in ("status", "img_size", "converted", "kept", "error_f64", "error_f32", "seconds")
+        )
+        print(
+            f"{left:5} {row['model']:44} {row['pass']:8} {'  '.join(values)}  {row.get('reason', '')[:80]}", flush=True
+        )
+
+
+def main() -> None:
+    """Sweep what the CSV lacks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--models", default="*", help="a pattern such as 'convnext*'")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one model")
+    parser.add_argument("--again", nargs="+", default=[], help="states to measure again, e.g. failed stopped")
+    args = parser.parse_args()
+    rows = list(csv.DictReader(args.out.open())) if args.out.exists() else []
+    rows = [row for row in rows if row["status"] not in args.again]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    done = {row["model"] for row in rows}
+    run([n for n in fnmatch.filter(list_names(), args.models) if n not in done], args.out, args.workers, args.limit)
+
+
+if __name__ == "__main__":
+    main()
