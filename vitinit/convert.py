@@ -87,6 +87,8 @@ def convert(
     replacements: dict[str, AttentionConv2d] = {}
     for layer in layers:
         try:
+            if layer.name not in chosen and max_grid is not None and layer.out_sizes and layer.is_spatial:
+                raise ConversionError(f"its grid is larger than {max_grid}x{max_grid} pixels")
             conv, geometry = _place(layer, layer.name in chosen, patch, span, values=values, content_dim=content_dim)
         except (ConversionError, ConstructionError) as error:
             if isinstance(stages, Sequence) and not isinstance(stages, str) and layer.name in stages:

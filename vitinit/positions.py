@@ -154,10 +154,10 @@ class AxisGeometry:
         return torch.where(held, offset // step, -1)
 
     @property
-    def inside(self) -> Tensor:
-        """(queries, table_size) bool, whether that offset lands on a key of the image."""
+    def reach(self) -> tuple[Tensor, Tensor]:
+        """(queries, table_size) twice: the key at each offset, and whether the image has it."""
         key = torch.arange(self.queries)[:, None] * self.token_stride + torch.tensor(self.table_offsets)
-        return (key >= 0) & (key < self.keys)
+        return key, (key >= 0) & (key < self.keys)
 
     @property
     def margins(self) -> tuple[int, int]:
@@ -285,6 +285,13 @@ class ConvGeometry:
         index = torch.where((rows < 0) | (columns < 0), self.table_size, rows * self.x.table_size + columns)
         return index.reshape(self.n_queries, self.n_keys)
 
+    def key_index(self) -> Tensor:
+        """(Nq, T) key token at each offset of the table, as seen from each query; Nk for those outside the image."""
+        (rows, row_inside), (columns, column_inside) = (axis.reach for axis in (self.y, self.x))
+        index = rows[:, None, :, None] * self.x.keys + columns[None, :, None, :]  # Hq Wq Th Tw
+        inside = row_inside[:, None, :, None] & column_inside[None, :, None, :]
+        return torch.where(inside, index, self.n_keys).reshape(self.n_queries, self.table_size)
+
     def query_index(self) -> Tensor:
         """(Nq,) key token whose content is each query's."""
         return (self.y.query_tokens[:, None] * self.x.keys + self.x.query_tokens).flatten()
@@ -362,7 +369,7 @@ def sink_logits(table: Tensor, geometry: ConvGeometry) -> Tensor:
         geometry: The geometry that the table belongs to.
     """
     nothing = torch.finfo(table.dtype).min / 4
-    inside_y, inside_x = geometry.y.inside.to(table.device), geometry.x.inside.to(table.device)
+    inside_y, inside_x = (axis.reach[1].to(table.device) for axis in (geometry.y, geometry.x))
     rows = table.view(len(table), geometry.y.table_size, 1, geometry.x.table_size)  # H Th 1 Tw
     beside = rows.masked_fill(inside_x, nothing).logsumexp(dim=-1)  # H Th Wq, for rows that cross the image
     whole = rows.logsumexp(dim=-1)  # H Th 1, for rows above and below it

