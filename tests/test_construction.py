@@ -118,6 +118,16 @@ def test_any_convolution_is_reproduced(case, dtype, sharpness, content_dim, form
     check(case, dtype=dtype, sharpness=sharpness, content_dim=content_dim, weights=weights, values=values, span=span)
 
 
+@pytest.mark.parametrize("content_dim", [0, 3])
+@pytest.mark.parametrize("span", ["global", "local"])
+def test_windows_that_lie_beside_the_image(span, content_dim):
+    case = {
+        "in_size": (1, 2), "kernel_size": (1, 1), "stride": (3, 4), "dilation": (1, 1), "padding": (2, 0, 0, 3),
+        "patch": (1, 1), "groups": 1, "channels": (4, 4),
+    }  # fmt: skip
+    check(case, dtype=torch.float64, sharpness=0.9, span=span, content_dim=content_dim)
+
+
 @pytest.mark.parametrize("sharpness", [0.3, 0.9, 0.999])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kernel", range(1, 12))

@@ -80,12 +80,12 @@ def test_what_has_moved_stays_attention_and_the_function_stays():
     model, _ = vitinit.convert(cnn, img_size=16, stages=2, content_dim=2)
     layers = [module for module in model.modules() if isinstance(module, TableAttention)]
     with torch.no_grad():
-        layers[0].bias_table[0, 3] += 0.1  # one head looks elsewhere a little
+        layers[0].bias_table[0, 3] += 3  # one head looks elsewhere a little
         layers[1].query.weight.normal_()
         layers[2].kernel.mul_(1.5)  # another kernel is still a kernel
     fused, report = vitinit.fuse(model)
     assert [row.fused for row in report.layers] == [False, False, *[True] * (len(layers) - 2)]
-    assert report.layers[0].reason == "moved away from a convolution" and report.layers[0].error > 1e-4
+    assert report.layers[0].reason == "moved away from a convolution" and report.layers[0].error > 1e-5
     assert report.layers[1].reason == "content is on"
     images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     assert (fused(images) - model(images)).norm() <= 1e-12 * model(images).norm()
@@ -134,7 +134,7 @@ def measure_distance(layer, kernel):
 
 
 def test_a_network_without_attention_is_refused():
-    with pytest.raises(ConversionError, match="Conv2d has no attention layer to fuse: give what vitinit.convert"):
+    with pytest.raises(ConversionError, match=r"Conv2d has no attention layer to fuse: give what vitinit.convert"):
         vitinit.fuse(nn.Conv2d(3, 3, 3))
 
 

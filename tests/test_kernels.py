@@ -6,6 +6,7 @@ import torch
 from vitinit.attention import kernels
 from vitinit.attention.kernels import (
     attend_content,
+    attend_depthwise_positions,
     attend_positions,
     attend_window_content,
     attend_window_positions,
@@ -213,3 +214,22 @@ def test_maps_of_position_alone_do_not_depend_on_the_image():
     maps = layer.attention_weights(torch.randn(5, GEOMETRY.n_keys, 2))
     assert maps.shape == (1, GEOMETRY.heads, GEOMETRY.n_queries, GEOMETRY.n_keys)
     assert torch.equal(maps[0], positional_maps(layer.bias_table, layer.relative_index))
+
+
+@pytest.mark.parametrize(("batch", "merged"), [(1, False), (9, True)])
+def test_depthwise_heads_add_up_to_one_map_a_channel(batch, merged):
+    heads, channels = 3, 4
+    maps = torch.rand(heads, 6, 20, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(heads, channels, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randn(batch, 20, channels, dtype=torch.float64, requires_grad=True)
+    assert (maps.shape[2] <= batch * heads) == merged
+    out = attend_depthwise_positions(maps, weight, tokens)
+    expected = torch.einsum("hqk,bkc,hc->bqc", maps, tokens, weight)
+    probe = torch.arange(out.numel(), dtype=torch.float64).view_as(out).sin()
+    inputs = (maps, weight, tokens)
+    for a, b in zip(
+        (out, *torch.autograd.grad((out * probe).sum(), inputs)),
+        (expected, *torch.autograd.grad((expected * probe).sum(), inputs)),
+        strict=True,
+    ):
+        assert (a - b).norm() <= 1e-12 * b.norm()

@@ -105,7 +105,8 @@ def convert(
         replacements[layer.name] = attention.to(conv.weight.device)
         report.layers.append(_describe(layer, attention=attention, energy=energy))
     if not replacements:
-        rows = [row for row in report.layers if row.name in chosen] or report.layers
+        spatial = [row for row in report.layers if max(row.kernel) > 1] or report.layers
+        rows = [row for row in spatial if row.name in chosen] or spatial
         reasons = "\n".join(f"  {row.name}: {row.reason}" for row in rows)
         raise ConversionError(f"no convolution of {type(cnn).__name__} can be converted:\n{reasons}")
 

@@ -133,6 +133,7 @@ def _build(layer: AttentionConv2d, kernel: Tensor) -> nn.Conv2d:
     return conv.requires_grad_(source.requires_grad).train(layer.training)
 
 
+@torch.no_grad()
 def fit_kernel(attention: TableAttention) -> tuple[Tensor, float]:
     """The kernel (C_out, C_in/G, Kh, Kw) in float64 nearest to what a layer does while its content is silent, and the
     norm of the difference over the norm of the whole.

@@ -94,6 +94,24 @@ def attend_positions(maps: Tensor, tokens: Tensor) -> Tensor:
     return seen.view(n_queries, heads, batch, width).permute(2, 0, 1, 3)
 
 
+def attend_depthwise_positions(maps: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
+    """Outputs (B, Nq, C) = sum_h A_h X * w_h of depthwise heads on pixels, by maps that are the same for every image.
+
+    Two ways, equal up to rounding: gather for each head, B*Nq*H*C numbers, and mix; or add the heads up to one map for
+    each channel, C*Nq*Nk numbers, once for the batch. The smaller one runs.
+
+    Args:
+        maps: (H, Nq, Nk).
+        weight: (H, C).
+        tokens: (B, Nk, C).
+    """
+    heads, n_queries, n_keys = maps.shape
+    if n_keys > len(tokens) * heads:
+        return torch.einsum("bqhc,hc->bqc", attend_positions(maps, tokens), weight)
+    channel_maps = (weight.mT @ maps.flatten(1)).view(-1, n_queries, n_keys)  # C Nq Nk
+    return torch.bmm(tokens.permute(2, 0, 1), channel_maps.mT).permute(1, 2, 0)  # C B Nq -> B Nq C
+
+
 def attend_window_positions(mass: Tensor, weight: Tensor, tokens: Tensor, geometry: ConvGeometry) -> Tensor:
     """Outputs (B, Nq, D_out) = sum_h A_h X W_h of heads that attend by position alone within one window.
 
@@ -150,7 +168,9 @@ def _pad_grid(tokens: Tensor, geometry: ConvGeometry) -> Tensor:
     """The token grid (B, D, rows, columns), with the zeros that its windows reach."""
     grid = tokens.mT.reshape(len(tokens), -1, *geometry.key_grid)
     margins = (*geometry.x.margins, *geometry.y.margins)
-    return F.pad(grid, margins) if any(margins) else grid
+    added, cut = [max(m, 0) for m in margins], [min(m, 0) for m in margins]
+    grid = F.pad(grid, added) if any(added) else grid  # first: windows may all lie in the padding, beside the image
+    return F.pad(grid, cut) if any(cut) else grid
 
 
 def count_macs(
@@ -164,7 +184,7 @@ def count_macs(
 ) -> int:
     """Multiply-adds of one image through an attention layer: content scores, attention and head weights.
 
-    What is done once a batch (tied weights, the kernel of a window) does not count.
+    What is done once a batch (tied weights, the kernel of a window, the maps of depthwise channels) does not count.
 
     Args:
         geometry: The convolution on patches.
@@ -185,6 +205,8 @@ def count_macs(
     content = heads * content_dim * (d_in * (n_queries + n_keys) + n_queries * n_keys)
     if ranks is not None:
         return content + sum(ranks) * (n_keys * d_in + groups * n_queries * n_keys + n_queries * d_out)
+    if not content_dim and d_in == d_out == groups:  # depthwise on pixels
+        return n_queries * n_keys * d_in
     return content + heads * (n_queries * n_keys * d_in + n_queries * d_in * d_out // groups)
 
 

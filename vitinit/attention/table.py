@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vitinit.attention.kernels import (
     attend_content,
+    attend_depthwise_positions,
     attend_positions,
     attend_window_content,
     attend_window_positions,
@@ -209,6 +210,9 @@ class TableAttention(nn.Module):
             out = self._attend_window(tokens)
         elif self.values == "factorized":
             out = self._attend_factorized(tokens)
+        elif not self.content_dim and self._is_depthwise:
+            maps = positional_maps(self.bias_table, self.relative_index)
+            out = attend_depthwise_positions(maps, self.head_weights()[:, :, 0, 0], tokens)
         else:
             out = mix_heads(self._gather(tokens), self.head_weights())
         if self.bias is not None:
@@ -239,6 +243,12 @@ class TableAttention(nn.Module):
         maps = self.attention_weights(tokens).unbind(1)  # H times B|1 Nq Nk
         seen = torch.cat([m.unsqueeze(1).to(v.dtype) @ v for m, v in zip(maps, values, strict=True)], dim=-1)
         return (seen @ self.out_weight).transpose(1, 2).flatten(2)  # B G Nq Dout/G -> B Nq Dout
+
+    @property
+    def _is_depthwise(self) -> bool:
+        """Whether a head has one factor for each channel: depthwise, on pixels as tokens."""
+        pixels = math.prod(self.geometry.patch) == math.prod(self.geometry.in_patch) == 1
+        return pixels and self.in_channels == self.out_channels == self.groups
 
     def _index(self) -> Tensor:
         if self.geometry.span == "global":
