@@ -139,7 +139,7 @@ def main() -> None:
                 row[f"{span}_ratio_to_conv"] = statistics.median(ratios)
                 row[f"{span}_ratio_spread"] = statistics.stdev(ratios)
                 row[f"{span}_mib"] = in_a_process(measure_memory, kind, side, span, args.batch_size)
-            chosen, report = vitinit.convert(build(kind, side), img_size=side, stages=[""])
+            _, report = vitinit.convert(build(kind, side), img_size=side, stages=[""])
             row["auto"], row["auto_patch"] = report.layers[0].span, report.layers[0].patch[0]
             rows.append(row)
             print("  ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)

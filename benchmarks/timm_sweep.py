@@ -39,7 +39,6 @@ from vitinit.errors import ConversionError
 PASSES = {"first": {"max_grid": 16}, "windows": {"max_grid": 56, "span": "local"}}
 LIMITS = {"error_f64": 1e-9, "error_f32": 1e-4}
 SIZES = (32, 48, 64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 448, 512)
-MAX_PARAMS = 700e6  # two copies in float64 beside each other
 COLUMNS = [
     "model", "family", "pass", "status", "params_m", "img_size", "convolutions", "converted", "local", "kept",
     "error_f64", "rounding_f64", "worst_layer_f64", "error_f32", "rounding_f32", "seconds", "reason",
@@ -61,7 +60,7 @@ def family(name: str) -> str:
     return timm.model_entrypoint(name).__module__.rsplit(".", 1)[-1]
 
 
-def build(name: str) -> tuple[nn.Module, int]:
+def build(name: str, max_params: float) -> tuple[nn.Module, int]:
     """A model with random weights that no branch hides, and the smallest image side that it takes.
 
     Raises:
@@ -72,8 +71,8 @@ def build(name: str) -> tuple[nn.Module, int]:
     with contextlib.suppress(Exception), torch.device("meta"):  # some networks compute on weights as they are built
         outline = timm.create_model(name)
     if outline is not None:
-        check(outline)  # before it takes memory
-    model = check(timm.create_model(name))
+        check(outline, max_params)  # before it takes memory
+    model = check(timm.create_model(name), max_params)
     native = model.pretrained_cfg["input_size"][-1]
     problem = None
     for side in sorted({*(s for s in SIZES if s <= native), native}):
@@ -88,7 +87,7 @@ def build(name: str) -> tuple[nn.Module, int]:
     raise ConversionError(f"runs on no square image: {type(problem).__name__}: {problem}")
 
 
-def check(model: nn.Module) -> nn.Module:
+def check(model: nn.Module, max_params: float) -> nn.Module:
     """The model itself.
 
     Raises:
@@ -96,8 +95,8 @@ def check(model: nn.Module) -> nn.Module:
     """
     if not any(isinstance(m, nn.Conv2d) and max(m.kernel_size) > 1 for m in model.modules()):
         raise ConversionError("none: no nn.Conv2d larger than 1x1")
-    if (size := sum(p.numel() for p in model.parameters())) > MAX_PARAMS:
-        raise ConversionError(f"too large: {size / 1e6:.0f} M parameters for this machine")
+    if (size := sum(p.numel() for p in model.parameters()) / 1e6) > max_params:
+        raise ConversionError(f"too large: {size:.0f} M parameters, limit {max_params:.0f} M")
     return model
 
 
@@ -134,12 +133,12 @@ def randomize(model: nn.Module, side: int) -> nn.Module:
 
 
 @torch.no_grad()
-def measure(name: str) -> list[dict]:
+def measure(name: str, max_params: float) -> list[dict]:
     """The rows of a model, one a pass."""
     row = {"model": name, "family": family(name)}
     started = time.perf_counter()
     try:
-        cnn, side = build(name)
+        cnn, side = build(name, max_params)
     except ConversionError as error:
         status, _, reason = str(error).partition(": ")
         return [{**row, "pass": key, "status": status, "reason": reason} for key in PASSES]
@@ -210,14 +209,14 @@ def flatten(output: object) -> list[torch.Tensor]:
     return [output] if isinstance(output, torch.Tensor) else [t for part in output for t in flatten(part)]
 
 
-def work(pipe: Connection) -> None:
+def work(pipe: Connection, max_params: float) -> None:
     """Measure the models that come through a pipe."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     warnings.filterwarnings("ignore")
     while name := pipe.recv():
         try:
-            rows = measure(name)
+            rows = measure(name, max_params)
         except Exception as error:  # one broken model does not end the sweep
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             rows = [
@@ -230,15 +229,15 @@ def work(pipe: Connection) -> None:
 class Worker:
     """A process that measures one model at a time; it is replaced when it dies or takes too long."""
 
-    def __init__(self, limit: float):
-        self.limit = limit
+    def __init__(self, limit: float, max_params: float):
+        self.limit, self.max_params = limit, max_params
         self.start()
 
     def start(self) -> None:
         """Start the process anew."""
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=work, args=(other,), daemon=True)
+        self.process = context.Process(target=work, args=(other, self.max_params), daemon=True)
         self.process.start()
         other.close()
         self.name = None
@@ -270,11 +269,11 @@ class Worker:
         return rows
 
 
-def run(names: list[str], path: Path, workers: int, limit: float) -> None:
+def run(names: list[str], path: Path, workers: list[Worker]) -> None:
     """Measure models in several processes; their rows go to the CSV as they come."""
-    todo, team, left = list(names), [Worker(limit) for _ in range(workers)], len(names)
+    todo, left = list(names), len(names)
     while left:
-        for worker in team:
+        for worker in workers:
             if worker.name is None:
                 if todo:
                     worker.give(todo.pop(0))
@@ -285,7 +284,7 @@ def run(names: list[str], path: Path, workers: int, limit: float) -> None:
                 left -= 1
                 show(rows, left)
         time.sleep(0.02)
-    for worker in team:
+    for worker in workers:
         worker.process.kill()
 
 
@@ -308,6 +307,7 @@ def main() -> None:
     parser.add_argument("--models", default="*", help="a pattern such as 'convnext*'")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--limit", type=float, default=300, help="seconds for one model")
+    parser.add_argument("--max-params", type=float, default=700, help="in millions; larger models are left out")
     parser.add_argument("--again", nargs="+", default=[], help="states to measure again, e.g. failed stopped")
     args = parser.parse_args()
     rows = list(csv.DictReader(args.out.open())) if args.out.exists() else []
@@ -318,7 +318,8 @@ def main() -> None:
         writer.writeheader()
         writer.writerows(rows)
     done = {row["model"] for row in rows}
-    run([n for n in fnmatch.filter(list_names(), args.models) if n not in done], args.out, args.workers, args.limit)
+    names = [n for n in fnmatch.filter(list_names(), args.models) if n not in done]
+    run(names, args.out, [Worker(args.limit, args.max_params) for _ in range(args.workers)])
 
 
 if __name__ == "__main__":
