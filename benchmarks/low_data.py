@@ -52,7 +52,7 @@ def choose_rate(
     scores = {}
     for rate in args.rates:
         tuning = ["evaluate=holdout", f"data.holdout={args.holdout}", f"train.epochs={args.tune_epochs}"]
-        tuning += [f"train.lr={rate}", "seed=100"]
+        tuning += [f"train.lr={rate}", "seed=100", "probe=false"]
         scores[rate] = run_cell(recipe, runs / f"{name}_tune_{rate:g}", settings + tuning)["accuracy"]
     return max(scores, key=scores.get), scores
 
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--rates", nargs="+", type=float, default=[5e-4, 2e-3, 8e-3])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--probes", type=int, default=3, help="seeds whose step 0 is probed as well")
     parser.add_argument("--holdout", type=float, default=0.2)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--tune-epochs", type=int, required=True)
@@ -83,7 +84,10 @@ def main() -> None:
         cells = [
             run_cell(
                 args.recipe, args.runs / f"{name}_seed{seed}",
-                [*settings, f"train.lr={rate}", f"train.epochs={args.epochs}", f"seed={seed}"],
+                [
+                    *settings, f"train.lr={rate}", f"train.epochs={args.epochs}", f"seed={seed}",
+                    f"probe={str(seed < args.probes).lower()}",
+                ],
             )
             for seed in range(args.seeds)
         ]  # fmt: skip
@@ -100,7 +104,7 @@ def main() -> None:
                 "spread": statistics.stdev(accuracies) if len(cells) > 1 else None,
                 "interval95": confidence_interval(accuracies),
                 "step0_accuracy": [cell["step0"]["accuracy"] for cell in cells],
-                "step0_probe_accuracy": [cell["step0"]["probe_accuracy"] for cell in cells],
+                "step0_probe_accuracy": [cell["step0"]["probe_accuracy"] for cell in cells[: args.probes]],
                 "train_seconds": [round(cell["seconds"], 1) for cell in cells],
                 "threads": [cell["environment"]["threads"] for cell in cells],
                 "train_accuracy": [cell["epochs"][-1]["train_accuracy"] for cell in cells],

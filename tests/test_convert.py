@@ -1,6 +1,7 @@
 """Whole networks: the converted one gives the CNN's logits, in evaluation and, tied, in training too."""
 
 import copy
+import re
 
 import pytest
 import timm
@@ -169,6 +170,50 @@ def test_patch_sides(patch):
     assert report.logits_error < 1e-12
 
 
+def test_every_grid_up_to_a_side():
+    cnn = randomize_norms(timm.create_model("resnet8_cifar")).double().eval()
+    model, report = vitinit.convert(cnn, img_size=32, max_grid=16)
+    assert {row.name.split(".")[0] for row in report.converted} == {"layer2", "layer3"}
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    assert (model(images) - cnn(images)).norm() <= 1e-12 * cnn(images).norm()
+    reasons = {row.reason for row in report.kept if max(row.kernel) > 1}
+    assert reasons == {"its grid is larger than 16x16 pixels"}
+    with pytest.raises(ConversionError, match="conv1: its grid is larger than 7x7 pixels"):
+        vitinit.convert(cnn, img_size=32, max_grid=7)
+
+
+@pytest.mark.parametrize("settings", [{}, {"content_dim": 3}, {"weights": "free"}])
+@pytest.mark.parametrize("img_size", [24, (17, 30)])
+def test_windows_give_what_global_attention_gives(img_size, settings):
+    """Content is silent at the start, so both are the CNN, to the last layer and border."""
+    cnn = small_cnn()
+    size = (img_size, img_size) if isinstance(img_size, int) else img_size
+    images = torch.randn(2, 3, *size, dtype=torch.float64)
+    for span in ("local", "global"):
+        model, report = vitinit.convert(cnn, img_size=img_size, stages=ALL, span=span, patch=1, **settings)
+        assert {row.span for row in report.converted} == {span}
+        assert (model(images) - cnn(images)).norm() <= 1e-12 * cnn(images).norm()
+
+
+def test_the_span_is_chosen_by_cost_and_reported():
+    """At 56 px a map of all pairs would have 10 million numbers a head: windows; at 14 px attention sees everything."""
+    cnn = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(4), nn.Conv2d(4, 4, 3, padding=1))
+    _, report = vitinit.convert(cnn, img_size=56, stages=["0", "2"])
+    assert [row.span for row in report.layers] == ["local", "global"]
+    first, second = str(report).splitlines()[1:3]
+    assert " local " in first and " global " in second
+    assert all(buffer.numel() < 56**4 for buffer in vitinit.convert(cnn, img_size=56, stages=["0"])[0].buffers())
+
+
+def test_costly_layers_are_pointed_out():
+    cnn = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=8))
+    _, report = vitinit.convert(cnn, img_size=32, stages=["0"], span="global", patch=1)
+    assert 'note: 1 layers cost more than 10 times their convolution, 0 114 times; span="local"' in str(report)
+    assert report.layers[0].macs_after == 8 * 32**4  # depthwise: one map a channel, whatever the number of heads
+    _, report = vitinit.convert(cnn, img_size=32, stages=["0"], span="local", patch=1)
+    assert "note:" not in str(report) and report.layers[0].macs_after == report.layers[0].macs_before
+
+
 def test_rebuilding_from_specs():
     cnn = randomize_norms(timm.create_model("resnet8_cifar"))
     model, _ = vitinit.convert(cnn, img_size=32, content_dim=4)
@@ -206,14 +251,20 @@ def test_a_wrong_conversion_is_never_returned(monkeypatch):
         ({"stages": 7}, "this network has 3 stages of KxK convolutions at this size"),
         ({"stages": ["stem"], "patch": 5}, "cannot convert stem: patch 5 does not divide the output grid of 32"),
         ({"img_size": 4}, "SmallCNN failed on images of 4x4 pixels ("),
+        ({"img_size": "32"}, "img_size='32': expected a side in pixels, or (height, width)"),
+        ({"img_size": (32, 0)}, "img_size=(32, 0): expected a side in pixels, or (height, width)"),
+        ({"max_grid": 0}, "max_grid=0: expected a side in pixels, at least 1"),
+        ({"max_grid": 8, "stages": 2}, "stages=2 and max_grid=8: give one of them"),
     ],
 )
 def test_what_cannot_be_converted_is_named(settings, message):
-    with pytest.raises(ConversionError, match=message.replace("(", r"\(")):
+    with pytest.raises(ConversionError, match=re.escape(message)):
         vitinit.convert(small_cnn(), **({"img_size": 32} | settings))
 
 
 def test_networks_without_convolutions_to_convert():
+    with pytest.raises(ConversionError, match="convert takes an nn.Module and got 'resnet18': load it first"):
+        vitinit.convert("resnet18", img_size=32)
     with pytest.raises(ConversionError, match="Linear has no convolution: vitinit converts CNNs"):
         vitinit.convert(nn.Linear(3, 3), img_size=32)
     pointwise = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
@@ -234,6 +285,8 @@ def test_sharpness_out_of_range():
         ({"alpha": 0.0}, "alpha=0: expected a finite number above 0"),
         ({"alpha": float("nan")}, "alpha=nan: expected a finite number"),
         ({"content_dim": -1}, "content_dim=-1: expected 0"),
+        ({"span": "window"}, 'span=\'window\': expected "auto", "global" or "local"'),
+        ({"sharpness": "0.9"}, "sharpness='0.9': expected a number"),
     ],
 )
 def test_settings_out_of_range(settings, message):

@@ -129,6 +129,7 @@ class Recipe:
     model: Literal["converted", "source"] = "converted"  # source: fine-tune the CNN itself
     init: Literal["construction", "random"] = "construction"  # random: the same network without the start
     compare_random: bool = False  # train from random weights as well, and show both
+    probe: bool = True  # measure what a linear probe on the features gives at the start
     evaluate: Literal["test", "holdout"] = "test"  # holdout: to choose settings; the test set is not touched
     source: SourceConfig
     convert: ConvertConfig = ConvertConfig()

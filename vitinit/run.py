@@ -134,11 +134,11 @@ def _train_arm(
             _write_json(network.report.to_dict(), folder / "conversion.json")
     model = network.model.to(accelerator.device)
     # A random network has no features to probe, and a kept classifier is better than a probe.
-    keeps_features = recipe.init == "construction" and not keeps_head(recipe)
+    probes = recipe.probe and recipe.init == "construction" and not keeps_head(recipe)
     step0 = {"accuracy": evaluate(model, splits.test, **shared), "probe_accuracy": None}
-    if keeps_features:
+    if probes:
         step0["probe_accuracy"] = _probe(model, splits, source, accelerator)
-    probed = f", {step0['probe_accuracy']:.1%} with a linear probe" if keeps_features else ""
+    probed = f", {step0['probe_accuracy']:.1%} with a linear probe" if probes else ""
     log(f"step 0    {recipe.evaluate} accuracy {step0['accuracy']:.1%}{probed}")
 
     trained, record = fit(
