@@ -1,7 +1,7 @@
 """Every timm model with a convolution larger than 1x1, converted and compared with itself in float64 and float32.
 
-    python benchmarks/timm_sweep.py                        # go on where the CSV ends, then write the page
-    python benchmarks/timm_sweep.py --models "convnext*"   # some models, printed only
+    python benchmarks/timm_sweep.py                        # go on where the CSV ends, then write timm_sweep.md
+    python benchmarks/timm_sweep.py --models "convnext*"   # some models
 
 Each model is built with random weights at the smallest square image that it takes (32 px or more). Its norms, scales
 and zero-initialized weights are drawn at random, so that no branch is silent, and batch norms get the statistics of
@@ -11,7 +11,8 @@ logits, against the limits of 1e-9 in float64 and 1e-4 in float32.
 
 A deep network of random weights may amplify rounding by itself. What it does to its own logits is measured beside:
 `rounding_f64`, in float64, when what each convolution returns changes by 1e-15 of its norm, and `rounding_f32`,
-float32 against float64. Status "rounding": above a limit, and within ten times the CNN's own.
+float32 against float64. Status "rounding": above a limit, and within thirty times the CNN's own, for two perturbations
+of one size may end that far apart.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import gc
 import math
 import multiprocessing
 import os
+import statistics
 import time
 import warnings
 from multiprocessing.connection import Connection
@@ -30,11 +32,13 @@ from pathlib import Path
 import timm
 import torch
 import torch.nn.functional as F
+from tables import table
 from torch import nn
 
 import vitinit
 from vitinit.convert import relative_error
 from vitinit.errors import ConversionError
+from vitinit.provenance import describe_environment
 
 PASSES = {"first": {"max_grid": 16}, "windows": {"max_grid": 56, "span": "local"}}
 LIMITS = {"error_f64": 1e-9, "error_f32": 1e-4}
@@ -174,7 +178,7 @@ def compare(cnn: nn.Module, images: torch.Tensor, settings: dict) -> dict:
     spatial = [r for r in report.layers if max(r.kernel) > 1]
     kept = [r for r in spatial if not r.converted]
     over = [error for error, limit in LIMITS.items() if not errors[error] <= limit]
-    own = all(errors[error] <= 10 * errors[error.replace("error", "rounding")] for error in over)
+    own = all(errors[error] <= 30 * errors[error.replace("error", "rounding")] for error in over)
     status = "passed" if not over else "rounding" if own else "failed"
     if not all(tensor.isfinite().all() and tensor.any() for tensor in single):
         status = "failed"
@@ -288,6 +292,14 @@ def run(names: list[str], path: Path, workers: list[Worker]) -> None:
         worker.process.kill()
 
 
+def write(rows: list[dict], path: Path) -> None:
+    """The CSV, anew."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def show(rows: list[dict], left: int) -> None:
     """One line for each pass on the terminal."""
     for row in rows:
@@ -298,6 +310,73 @@ def show(rows: list[dict], left: int) -> None:
         print(
             f"{left:5} {row['model']:44} {row['pass']:8} {'  '.join(values)}  {row.get('reason', '')[:80]}", flush=True
         )
+
+
+def write_page(rows: list[dict], path: Path) -> None:
+    """The sweep for a reader: totals, every family, and the reasons of what was left."""
+    environment = describe_environment()
+    versions = environment["versions"]
+    names = {row["model"]: row for row in rows}
+    tried = [row for row in rows if row["status"] not in ("none", "too large")]
+    lines = [
+        "# Every timm model, converted", "",
+        f"`benchmarks/timm_sweep.py`: {len({row['model'] for row in tried})} models of timm {versions['timm']}, torch "
+        f"{versions['torch']}, {environment['device']}, one thread a model; page written {environment['date'][:10]} at "
+        f"commit {environment['commit']}. One row a model and pass, with errors and seconds: "
+        "[results/timm_sweep.csv](results/timm_sweep.csv).", "",
+        *(line for line in __doc__.split("\n\n", 2)[2].strip().splitlines()), "",
+        "## Totals", "",
+        table(
+            ["pass", "models", "passed", "rounding", "kept", "failed", "K×K convolutions", "converted", "of them local",
+             "median error, float64", "median error, float32", "hours"],
+            [total(key, [row for row in tried if row["pass"] == key]) for key in PASSES],
+        ), "",
+        f"Not tried: {sum(row['status'] == 'too large' for row in names.values())} models above the parameter limit; "
+        f"{sum(row['status'] == 'none' for row in names.values())} without an `nn.Conv2d` larger than 1×1.", "",
+        "## Families", "",
+        "The timm module that defines a model; passed / rounding / kept / failed of each pass, and the worst layer's "
+        "relative error in float64.", "",
+    ]  # fmt: skip
+    families = {}
+    for row in tried:
+        families.setdefault(row["family"], []).append(row)
+    counts = []
+    for name, part in sorted(families.items()):
+        cells = []
+        for key in PASSES:
+            states = [row["status"] for row in part if row["pass"] == key]
+            cells.append(" / ".join(str(states.count(s)) for s in ("passed", "rounding", "kept", "failed")))
+        worst = max((float(row["worst_layer_f64"]) for row in part if row["worst_layer_f64"]), default=None)
+        counts.append([name, str(len(part) // len(PASSES)), *cells, f"{worst:.1e}" if worst is not None else "–"])
+    lines += [table(["family", "models", *PASSES, "worst layer"], counts), "", "## What stayed, and why", ""]
+    reasons = {}
+    for row in tried:
+        for reason in row["reason"].split("; ") if row["reason"] else ():
+            count, _, text = reason.partition(" ") if reason[0].isdigit() else ("0", "", reason)
+            key = row["pass"], text
+            models, layers = reasons.get(key, (0, 0))
+            reasons[key] = models + 1, layers + int(count)
+    ordered = sorted(reasons.items(), key=lambda item: (item[0][0], -item[1][0]))
+    cells = [[key, text, str(models), str(layers or "all")] for (key, text), (models, layers) in ordered]
+    lines += [table(["pass", "reason", "models", "layers"], cells)]
+    columns = ["model", "pass", "error_f64", "error_f32", "reason"]
+    unusual = [[row[column] for column in columns] for row in tried if row["status"] in ("failed", "stopped")]
+    if unusual:
+        lines += ["", "## Failed", "", table(columns, unusual)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def total(key: str, rows: list[dict]) -> list[str]:
+    """One pass' line of the totals."""
+    states = [row["status"] for row in rows]
+    sums = [sum(int(row[column] or 0) for row in rows) for column in ("convolutions", "converted", "local")]
+    medians = [
+        f"{statistics.median(float(row[column]) for row in rows if row[column]):.1e}"
+        for column in ("error_f64", "error_f32")
+    ]
+    hours = sum(float(row["seconds"] or 0) for row in rows) / 3600
+    counts = [states.count(state) for state in ("passed", "rounding", "kept", "failed")]
+    return [key, str(len(rows)), *(str(c) for c in counts), *(f"{s:,}" for s in sums), *medians, f"{hours:.1f}"]
 
 
 def main() -> None:
@@ -313,13 +392,15 @@ def main() -> None:
     rows = list(csv.DictReader(args.out.open())) if args.out.exists() else []
     rows = [row for row in rows if row["status"] not in args.again]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+    write(rows, args.out)
     done = {row["model"] for row in rows}
     names = [n for n in fnmatch.filter(list_names(), args.models) if n not in done]
     run(names, args.out, [Worker(args.limit, args.max_params) for _ in range(args.workers)])
+    rows = list(csv.DictReader(args.out.open()))
+    rows.sort(key=lambda row: (row["family"], row["model"], row["pass"]))
+    write(rows, args.out)
+    if args.out == RESULTS:
+        write_page(rows, PAGE)
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ def test_what_cannot_be_converted_is_named(settings, message):
 
 
 def test_networks_without_convolutions_to_convert():
-    with pytest.raises(ConversionError, match="convert takes an nn.Module and got 'resnet18': load it first"):
+    with pytest.raises(ConversionError, match=r"convert takes an nn\.Module and got 'resnet18': load it first"):
         vitinit.convert("resnet18", img_size=32)
     with pytest.raises(ConversionError, match="Linear has no convolution: vitinit converts CNNs"):
         vitinit.convert(nn.Linear(3, 3), img_size=32)

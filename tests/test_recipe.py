@@ -299,6 +299,8 @@ def test_a_value_out_of_range_is_refused(read, key, value):
         (["source.epochs=3"], "only a train: source is trained"),
         (["source.model=train:a", "source.epochs=1", "source.weights=b.pth"], "starts from random weights"),
         (["train.min_lr=1"], "train.min_lr: expected at most train.lr"),
+        (["convert.stages=2", "convert.max_grid=16"], "convert.stages, convert.max_grid: give only one"),
+        (["init=random", "compare_random=true"], "compare_random: with init: random both would be the same"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(read, settings, message):
@@ -346,6 +348,7 @@ def test_an_override_takes_the_place_of_the_rival_setting_in_the_file(read):
     assert recipe.convert.alpha == 30
     recipe = read("convert: {alpha: 30}", "convert.sharpness=0.5")
     assert recipe.convert == ConvertConfig(sharpness=0.5)
+    assert read("convert: {stages: 2}", "convert.max_grid=8").convert == ConvertConfig(max_grid=8)
     base = TEXT + "  fraction: 0.1\n"
     assert read("", "data.images_per_class=5", base=base).data.fraction is None
     assert read("", "data.fraction=0.5", base=base).data.fraction == 0.5

@@ -62,9 +62,11 @@ class ConvertConfig:
     """Which convolutions become attention, and how (`convert`)."""
 
     stages: Count | tuple[str, ...] | None = None  # the last n, or module names; null: convert's default
+    max_grid: Count | None = None  # in place of stages: every grid of at most this side, in pixels
     sharpness: Inside = 0.9  # attention mass on a head's own offset at the start
     alpha: Positive | None = None  # the same as a logit; where given, it counts and sharpness does not
     patch: Literal["auto"] | Count = "auto"  # side of the patches that make a token
+    span: Literal["auto", "global", "local"] = "auto"  # the whole image, or the window that the kernel reaches
     values: Literal["identity", "factorized"] = "identity"  # whole tokens, or two factors of lower rank
     rank: Count | None = None  # of the factors; null: the exact rank
     weights: Literal["tied", "free"] = "tied"  # the parameter is the kernel, or each head's weights
@@ -148,6 +150,9 @@ class Recipe:
             (is_trained and source.weights, "source.weights: a train: source starts from random weights"),
             (is_factorized and convert.weights == "tied", "convert.values: a factorized layer has weights of "
              "its own, and tied ones are the kernel's: set convert.weights: free"),
+            (convert.stages is not None and convert.max_grid, "convert.stages, convert.max_grid: give only one"),
+            (self.compare_random and self.init == "random", "compare_random: with init: random both would be the "
+             "same, set it to false"),
             (convert.rank and not is_factorized, "convert.rank: only for convert.values: factorized"),
             (data.images_per_class and data.fraction, "data.images_per_class, data.fraction: give only one"),
             (self.evaluate == "holdout" and not data.holdout, "evaluate: holdout needs data.holdout above 0"),
@@ -169,7 +174,7 @@ def load_recipe(name_or_path: str | Path, *, overrides: Sequence[str] = (), fold
         name_or_path: A file, or a name in ``recipes/`` beside the package or in the current directory.
         overrides: Dotted keys with YAML values, ``train.lr=1e-3`` or ``convert.stages=[layer3]``.
             ``convert.alpha`` takes the place of a ``sharpness`` in the file and the reverse, and so do
-            ``data.fraction`` and ``images_per_class``.
+            ``convert.max_grid`` and ``stages``, ``data.fraction`` and ``images_per_class``.
         folder: Where to look a name up instead.
 
     Raises:
@@ -220,7 +225,11 @@ def _find_recipes(folder: Path | None) -> dict[str, Path]:
 
 
 def _apply_overrides(raw: dict, overrides: Sequence[str]) -> None:
-    rivals = (("convert.sharpness", "convert.alpha"), ("data.images_per_class", "data.fraction"))
+    rivals = (
+        ("convert.sharpness", "convert.alpha"),
+        ("convert.stages", "convert.max_grid"),
+        ("data.images_per_class", "data.fraction"),
+    )
     rival_of = {a: b for pair in rivals for a, b in (pair, pair[::-1])}
     given = {text.partition("=")[0].strip() for text in overrides}
     for text in overrides:

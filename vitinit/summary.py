@@ -7,7 +7,9 @@ from vitinit.recipe import Recipe
 
 def summarize(metrics: dict) -> str:
     """The few lines at the end of a run: test accuracy at the start and at the end, against what."""
-    name = f"{metrics['init']} init" if metrics["model"] == "converted" else f"source CNN ({metrics['init']})"
+    name = f"{metrics['init']} init"
+    if metrics["model"] == "source":
+        name = "source CNN" if metrics["init"] == "construction" else "source CNN, random init"
     rows = []
     if "source" in metrics:
         rows.append(("source CNN, trained on the same images", metrics["source"]["accuracy"]))
