@@ -14,7 +14,7 @@ from timm.data import resolve_model_data_config
 
 import vitinit
 from vitinit import checkpoint
-from vitinit.errors import CheckpointError
+from vitinit.errors import CheckpointError, ConversionError
 from vitinit.recipe import recipe_from_dict
 from vitinit.run import run_recipe
 
@@ -178,6 +178,100 @@ def test_a_failed_export_leaves_the_one_before(tmp_path, monkeypatch):
     assert torch.equal(logits(vitinit.load(tmp_path / "model")), logits(first))
 
 
+# The record of where an export comes from
+
+
+@pytest.mark.parametrize(("variant", "is_converted"), [("tied", True), ("source", False)])
+def test_a_run_records_its_source_its_settings_and_the_hash_of_its_tensors(runs, variant, is_converted):
+    folder = runs(variant)[0] / "model"
+    record = json.loads((folder / "config.json").read_text())["vitinit"]
+    torch.manual_seed(0)
+    cnn = timm.create_model("resnet8_cifar")
+    cnn.reset_classifier(10)
+    assert record["source"] == {
+        "model": "resnet8_cifar", "weights": None, "weights_classes": None, "pretrained": False,
+        "new_classifier": 10, "seed": 0, "sha256": checkpoint.hash_tensors(cnn.state_dict()),
+    }  # fmt: skip
+    assert (record["trained"], record["img_size"], record["tolerance"]) == (True, [16, 16], None)
+    assert (record["init"], record["model"]) == ("construction", "converted" if is_converted else "source")
+    assert (record["convert"] or {}).get("weights") == ("tied" if is_converted else None)
+    assert record["environment"]["versions"]["vitinit"] == vitinit.__version__
+    assert record["sha256"] == checkpoint.hash_tensors(load_file(folder / "model.safetensors"))
+
+
+def test_the_hash_is_of_names_types_shapes_and_bytes():
+    tensor = torch.arange(6.0)
+    hashes = [
+        checkpoint.hash_tensors(state)
+        for state in (
+            {"a": tensor}, {"b": tensor}, {"a": tensor.view(2, 3)}, {"a": tensor.int()}, {"a": tensor.bfloat16()},
+            {"a": tensor.flip(0)}, {"a": tensor, "n": torch.tensor(3)}, {},
+        )
+    ]  # fmt: skip
+    assert len(set(hashes)) == len(hashes)
+    both = {"a": tensor, "n": torch.tensor(3)}
+    assert checkpoint.hash_tensors(dict(reversed(both.items()))) == hashes[6]
+    assert checkpoint.hash_tensors({"a": torch.arange(12.0)[::2] / 2}) == hashes[0]  # strides are no content
+
+
+@pytest.mark.parametrize("variant", ["tied", "source"])
+def test_a_changed_tensor_is_refused(export, variant):
+    folder = export(variant)
+    state = load_file(folder / "model.safetensors")
+    save_file({**state, "fc.bias": state["fc.bias"] + 1e-6}, folder / "model.safetensors")
+    message = refusal(folder)
+    assert "model.safetensors was changed since it was exported" in message
+    assert "copy or export it again" in message
+
+
+def test_other_metadata_of_the_same_tensors_is_no_change(export):
+    folder = export()
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors", metadata={"format": "pt"})
+    assert not vitinit.load(folder).training
+
+
+def test_an_export_of_an_older_vitinit_still_loads(export):
+    folder = export()
+    config = json.loads((folder / "config.json").read_text())
+    del config["vitinit"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert not vitinit.load(folder).training
+
+
+# The architecture in timm
+
+
+@pytest.mark.parametrize(
+    ("args", "missing"), [({}, "no source= and no layers="), ({"source": "resnet18"}, "no layers=")]
+)
+def test_the_architecture_alone_says_what_it_needs(args, missing):
+    with pytest.raises(ConversionError) as caught:
+        timm.create_model("vitinit_attention_cnn", **args)
+    assert f"vitinit_attention_cnn got {missing}: it is built from source=" in str(caught.value)
+    assert 'timm.create_model("local-dir:FOLDER", pretrained=True)' in str(caught.value)
+
+
+@pytest.mark.parametrize("indices", [None, (1, 3)])
+def test_timm_gives_the_feature_maps_of_an_export(runs, indices):
+    out, trained = runs("tied")
+    chosen = {} if indices is None else {"out_indices": indices}
+    model = timm.create_model(f"local-dir:{out / 'model'}", pretrained=True, features_only=True, **chosen).eval()
+    pixels = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        maps, expected = model(pixels), trained.forward_intermediates(pixels, intermediates_only=True)
+    assert model.feature_info.channels() == [[16, 16, 32, 64][i] for i in indices or range(4)]
+    assert all(torch.equal(got, expected[i]) for got, i in zip(maps, indices or range(4), strict=True))
+
+
+@pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "convnext_atto"])
+def test_cnns_that_are_built_otherwise_without_head_give_feature_maps_too(name):
+    cnn = timm.create_model(name, features_only=True)
+    model = timm.create_model("vitinit_attention_cnn", source=name, layers={}, features_only=True)
+    with torch.no_grad():
+        maps, expected = (net.eval()(torch.randn(1, 3, 64, 64)) for net in (model, cnn))
+    assert [part.shape for part in maps] == [part.shape for part in expected]
+
+
 # Damage
 
 
@@ -203,7 +297,19 @@ def test_a_folder_without_an_export_is_refused(tmp_path):
     assert "is not an export" in refusal(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"architecture": null}', '{"architecture": ["a"]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "{}",
+        '{"architecture": null}',
+        '{"architecture": ["a"]}',
+        '{"architecture": "resnet18", "vitinit": 3}',
+    ],
+)
 def test_a_broken_config_is_refused(export, text):
     folder = export()
     (folder / "config.json").write_text(text)

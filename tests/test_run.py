@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 import finetune
 import vitinit
 from vitinit import plots, run
+from vitinit.checkpoint import hash_tensors
 from vitinit.data import load_splits
 from vitinit.errors import CheckpointError, RecipeError, SourceError, VitinitError
 from vitinit.recipe import Recipe, dump_recipe, list_recipes, load_recipe, recipe_from_dict, recipe_to_dict
@@ -169,6 +170,17 @@ def test_random_arm_is_the_same_network_with_as_many_epochs_and_without_a_source
 
 
 # Arms
+
+
+def test_exports_record_whether_they_were_trained_and_from_what(finished, tmp_path):
+    run_recipe(make_recipe(train={"epochs": 0}), out=tmp_path)
+    folders = (finished.out, finished.out / "random", tmp_path)
+    records = [json.loads((folder / "model" / "config.json").read_text())["vitinit"] for folder in folders]
+    assert [record["trained"] for record in records] == [True, True, False]
+    assert [record["init"] for record in records] == ["construction", "random", "construction"]
+    cnn = load_file(finished.out / "source" / "model" / "model.safetensors")
+    assert records[0]["source"]["sha256"] == hash_tensors(cnn)  # as stage 1 has trained it
+    assert records[0]["source"]["model"] == "train:resnet8_cifar"
 
 
 def test_source_arm_trains_the_cnn_itself(tmp_path):

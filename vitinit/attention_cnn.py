@@ -11,6 +11,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import nn
 
 from vitinit.convert import replace_convolutions
+from vitinit.errors import ConversionError
 
 ARCHITECTURE = "vitinit_attention_cnn"
 
@@ -48,5 +49,23 @@ def build_attention_cnn(
 
 @register_model
 def vitinit_attention_cnn(pretrained: bool = False, **kwargs) -> nn.Module:
-    """timm's entry point of `build_attention_cnn`."""
-    return build_model_with_cfg(build_attention_cnn, ARCHITECTURE, pretrained, **kwargs)
+    """timm's entry point of `build_attention_cnn`.
+
+    Raises:
+        ConversionError: No `source` or no `layers`.
+    """
+    missing = [f"{key}=" for key in ("source", "layers") if kwargs.get(key) is None]
+    if missing:
+        raise ConversionError(
+            f"{ARCHITECTURE} got no {' and no '.join(missing)}: it is built from source= (timm's name of the CNN) and "
+            'layers= (its attention layers); to load an export, call timm.create_model("local-dir:FOLDER", '
+            "pretrained=True)"
+        )
+    features = _read_feature_config(kwargs) if kwargs.get("features_only") else None
+    return build_model_with_cfg(build_attention_cnn, ARCHITECTURE, pretrained, feature_cfg=features, **kwargs)
+
+
+def _read_feature_config(kwargs: dict) -> dict:
+    """The feature maps that the CNN gives, read from the whole network: without head some CNNs name layers anew."""
+    cnn = timm.create_model(kwargs["source"], features_only=True, **(kwargs.get("source_args") or {}))
+    return {"feature_cls": "getter", "out_indices": cnn.feature_info.out_indices}

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import shutil
+import tempfile
 from pathlib import Path
 
 import timm
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from timm.models import save_for_hf
-from torch import nn
+from torch import Tensor, nn
 
 from vitinit.errors import CheckpointError
+from vitinit.provenance import describe_environment
 
 STATE_FILE = "state.pt"
 MODEL_FOLDER = "model"
+RECORD = "vitinit"  # the key of config.json with the export's provenance; timm reads past it
 
 
 def save_state(state: dict, folder: Path) -> None:
@@ -46,11 +50,23 @@ def load_state(folder: Path) -> dict:
         ) from error
 
 
+def hash_tensors(state: dict[str, Tensor]) -> str:
+    """SHA-256 of tensors by their names, types, shapes and bytes, in the order of the names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def export_model(
     model: nn.Module, folder: Path, *, classes: tuple[str, ...], mean: tuple[float, ...], std: tuple[float, ...],
     img_size: tuple[int, int], card: str, architecture: str | None = None, model_args: dict | None = None,
+    preprocessing: dict | None = None, provenance: dict | None = None,
 ) -> None:  # fmt: skip
     """Write a model in timm's layout: config.json, model.safetensors and a model card.
+
+    config.json says under "vitinit" where the model comes from, with the environment and a hash of the tensors.
 
     Args:
         model: A timm model.
@@ -62,22 +78,66 @@ def export_model(
         card: The model card, Markdown.
         architecture: timm's name to build the model by, if it is not the model's own.
         model_args: Arguments of that name.
+        preprocessing: timm's other settings of an image on its way in (crop_pct, crop_mode, interpolation); by
+            default the whole image is resized.
+        provenance: Plain values that say what was exported: source, conversion, whether it was trained.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    data = {"mean": mean, "std": std, "input_size": (3, *img_size), "crop_pct": 1.0}
+    folder = Path(folder).resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    data = {"mean": mean, "std": std, "input_size": (3, *img_size), **(preprocessing or {"crop_pct": 1.0})}
     overrides = {"num_classes": len(classes), **data}
     if architecture:
         overrides["architecture"] = architecture
     # What timm replaces where a user asks for other classes.
     overrides["classifier"] = next(name for name, part in model.named_modules() if part is model.get_classifier())
-    save_for_hf(
-        model, partial, safe_serialization=True, model_args=model_args, data_config=data,
-        model_config={"label_names": list(classes), "pretrained_cfg": overrides},
-    )  # fmt: skip
-    (partial / "README.md").write_text(card, encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
+    record = {**(provenance or {}), "environment": describe_environment(), "sha256": hash_tensors(model.state_dict())}
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
+        new, old = Path(place) / "new", Path(place) / "old"
+        save_for_hf(
+            model, new, safe_serialization=True, model_args=model_args, data_config=data,
+            model_config={"label_names": list(classes), "pretrained_cfg": overrides, RECORD: record},
+        )  # fmt: skip
+        (new / "README.md").write_text(card, encoding="utf-8")
+        try:
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(new, folder)
+        finally:
+            if not folder.exists() and old.exists():
+                os.replace(old, folder)
+
+
+def find_export(folder: str | Path) -> Path:
+    """The folder of an export: itself, or `model` in the folder of a finished run.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").exists() and (folder / MODEL_FOLDER / "config.json").exists():
+        folder = folder / MODEL_FOLDER
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).exists():
+            raise CheckpointError(f"{folder} is not an export: expected config.json and model.safetensors in it")
+    return folder
+
+
+def read_config(folder: str | Path) -> dict:
+    """What config.json of an export says; its "vitinit" is empty where an older vitinit wrote it.
+
+    Raises:
+        CheckpointError: There is no export, or its config.json is damaged.
+    """
+    path = find_export(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config["architecture"], str):
+            raise TypeError(f"the architecture is {config['architecture']!r}")
+        if not isinstance(config.get(RECORD, {}), dict):
+            raise TypeError(f'"{RECORD}" is {config[RECORD]!r}')
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}): export the model again") from error
+    return {RECORD: {}, **config}
 
 
 def load(folder: str | Path) -> nn.Module:
@@ -87,21 +147,11 @@ def load(folder: str | Path) -> nn.Module:
         folder: An export (config.json and model.safetensors), or a finished run's folder, which holds one.
 
     Raises:
-        CheckpointError: A missing or truncated file, or weights of another architecture.
+        CheckpointError: A missing, truncated or changed file, or weights of another architecture.
     """
-    folder = Path(folder)
-    if not (folder / "config.json").exists() and (folder / MODEL_FOLDER / "config.json").exists():
-        folder = folder / MODEL_FOLDER
-    for name in ("config.json", "model.safetensors"):
-        if not (folder / name).exists():
-            raise CheckpointError(f"{folder} is not an export: expected config.json and model.safetensors in it")
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        architecture = config["architecture"]
-        if not isinstance(architecture, str):
-            raise TypeError(f"the architecture is {architecture!r}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} is damaged ({error}): export the model again") from error
+    folder = find_export(folder)
+    config = read_config(folder)
+    architecture = config["architecture"]
     if not timm.is_model(architecture):
         raise CheckpointError(
             f"{folder} was exported from the architecture {architecture!r}, which neither timm {timm.__version__} "
@@ -125,5 +175,11 @@ def load(folder: str | Path) -> nn.Module:
         raise CheckpointError(
             f"{folder / 'model.safetensors'} does not belong to this config.json: {len(wrong)} tensors differ from "
             f"{architecture}'s, {', '.join(wrong[:3])} among them; take both files from the same export"
+        )
+    recorded = config[RECORD].get("sha256")
+    if recorded and hash_tensors(load_file(folder / "model.safetensors")) != recorded:
+        raise CheckpointError(
+            f"{folder / 'model.safetensors'} was changed since it was exported: its tensors do not have the hash "
+            f"{str(recorded)[:12]} that config.json records; copy or export it again"
         )
     return timm.create_model(f"local-dir:{folder}", pretrained=True).eval()

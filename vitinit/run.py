@@ -19,7 +19,7 @@ from vitinit import checkpoint, probe
 from vitinit.augment import Augmentation
 from vitinit.data import LowDataSplits, load_splits
 from vitinit.errors import CheckpointError, RecipeError
-from vitinit.network import build_network, keeps_head, load_recipe_source
+from vitinit.network import build_network, keeps_head, load_recipe_source, read_convert_settings, record_source
 from vitinit.provenance import describe_environment
 from vitinit.recipe import Recipe, dump_recipe, load_recipe, recipe_to_dict
 from vitinit.sources import Source, parse_source
@@ -127,6 +127,7 @@ def _train_arm(
         metrics["source"] = {"accuracy": test, **record}
         torch.manual_seed(recipe.seed)  # the same draws below, whether this run or the resumed one has trained it
 
+    provenance = _describe_origin(recipe, source, splits)  # before the source itself may be trained
     network = build_network(recipe, source, splits)
     if network.report is not None:
         log(f"convert   {str(network.report).splitlines()[-1]} ({network.convert_seconds:.1f}s)")
@@ -156,13 +157,28 @@ def _train_arm(
         checkpoint.export_model(
             trained, folder / checkpoint.MODEL_FOLDER, classes=splits.train.classes, mean=source.mean,
             std=source.std, img_size=splits.train.images.shape[-2:], architecture=network.architecture,
-            model_args=network.model_args, card=write_card(recipe, metrics),
+            model_args=network.model_args, card=write_card(recipe, metrics), provenance=provenance,
         )  # fmt: skip
         (folder / checkpoint.MODEL_FOLDER / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
         if folder.name == "random":
             _write_json(metrics, done)
     accelerator.wait_for_everyone()
     return metrics
+
+
+def _describe_origin(recipe: Recipe, source: Source, splits: LowDataSplits) -> dict:
+    """What an export says about where it comes from."""
+    is_converted, is_random = recipe.model == "converted", recipe.init == "random"
+    return {
+        "source": record_source(
+            source, model=recipe.source.model, weights=None if is_random else recipe.source.weights,
+            weights_classes=recipe.source.weights_classes, pretrained=recipe.source.pretrained and not is_random,
+            new_classifier=not keeps_head(recipe), seed=recipe.seed,
+        ),
+        "model": recipe.model, "init": recipe.init, "trained": recipe.train.epochs > 0,
+        "convert": read_convert_settings(recipe) if is_converted else None,
+        "img_size": list(splits.train.images.shape[-2:]), "tolerance": recipe.convert.tolerance,
+    }  # fmt: skip
 
 
 def _probe(model: nn.Module, splits: LowDataSplits, source: Source, accelerator: Accelerator) -> float:
