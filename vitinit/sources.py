@@ -206,7 +206,10 @@ def _create(model: str, pretrained: bool, kwargs: dict, advice: str = "") -> nn.
 def _load_published(name: str, kwargs: dict) -> tuple[nn.Module, str]:
     cfg = get_pretrained_cfg(name)
     if cfg is None or not cfg.has_weights:
-        raise SourceError(f"{name} has no published weights: give source.weights or source.pretrained=false")
+        raise SourceError(
+            f"{name} has no published weights: give source.weights or source.pretrained=false "
+            "(in vitinit convert: --weights FILE or --random)"
+        )
     place = cfg.hf_hub_id or cfg.url
     with _hub_client():
         return _create(name, True, kwargs, _advise_offline(place)), f"pretrained weights of {place}"
@@ -214,11 +217,12 @@ def _load_published(name: str, kwargs: dict) -> tuple[nn.Module, str]:
 
 def _advise_offline(place: str) -> str:
     if "://" in place:
-        return f"download {place} and give it as source.weights=FILE"
+        return f"download {place} and give it as source.weights=FILE, in vitinit convert --weights FILE"
     return (
         f"without a connection, run `hf download {place.partition('@')[0]} --local-dir DIR` (older: "
         "`huggingface-cli download …`) where there is one, then give source.model=local-dir:DIR, or the timm "
-        "name with source.weights=DIR/model.safetensors; source.pretrained=false gives random weights"
+        "name with source.weights=DIR/model.safetensors; source.pretrained=false gives random weights "
+        "(in vitinit convert: --weights and --random)"
     )
 
 
