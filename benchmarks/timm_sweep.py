@@ -20,6 +20,7 @@ import contextlib
 import csv
 import fnmatch
 import gc
+import itertools
 import math
 import multiprocessing
 import os
@@ -52,11 +53,12 @@ PAGE = Path(__file__).parent / "timm_sweep.md"
 
 
 def list_names() -> list[str]:
-    """timm's models, family by family, without those that vitinit registers."""
+    """timm's models without those that vitinit registers: one of each family first, then the next of each."""
     own = ("vitinit_", "_cifar")
-    return sorted(
-        (n for n in timm.list_models() if own[0] not in n and not n.endswith(own[1])), key=lambda n: (family(n), n)
-    )
+    families = {}
+    for name in sorted(n for n in timm.list_models() if own[0] not in n and not n.endswith(own[1])):
+        families.setdefault(family(name), []).append(name)
+    return [name for turn in itertools.zip_longest(*families.values()) for name in turn if name]
 
 
 def family(name: str) -> str:
