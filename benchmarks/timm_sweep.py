@@ -164,9 +164,9 @@ def compare(cnn: nn.Module, images: torch.Tensor, settings: dict) -> dict:
         converted, report = vitinit.convert(cnn.double(), img_size=images.shape[-1], tolerance=math.inf, **settings)
     except ConversionError as error:
         cnn.float()
-        first, *layers = str(error).splitlines()
-        reasons = dict.fromkeys(line.partition(": ")[2] for line in layers if "1x1:" not in line)
-        return {"status": "kept", "converted": 0, "reason": "; ".join(reasons) or first}
+        problem, found, layers = str(error).partition("can be converted: ")
+        reasons = dict.fromkeys(layer.partition(": ")[2] for layer in layers.split("; "))
+        return {"status": "kept" if found else "failed", "converted": 0, "reason": "; ".join(reasons) or problem}
     exact = images.double()
     expected = flatten(cnn(exact))
     errors = {
@@ -323,8 +323,8 @@ def write_page(rows: list[dict], path: Path) -> None:
     lines = [
         "# Every timm model, converted", "",
         f"`benchmarks/timm_sweep.py`: {len({row['model'] for row in tried})} models of timm {versions['timm']}, torch "
-        f"{versions['torch']}, {environment['device']}, one thread a model; page written {environment['date'][:10]} at "
-        f"commit {environment['commit']}. One row a model and pass, with errors and seconds: "
+        f"{versions['torch']}, one thread a model; page written {environment['date'][:10]} at commit "
+        f"{environment['commit']} on {environment['device']}. One row a model and pass, with errors and seconds: "
         "[results/timm_sweep.csv](results/timm_sweep.csv).", "",
         *(line for line in __doc__.split("\n\n", 2)[2].strip().splitlines()), "",
         "## Totals", "",

@@ -308,6 +308,7 @@ def test_a_folder_without_an_export_is_refused(tmp_path):
         '{"architecture": null}',
         '{"architecture": ["a"]}',
         '{"architecture": "resnet18", "vitinit": 3}',
+        '{"architecture": "resnet18", "pretrained_cfg": null}',
     ],
 )
 def test_a_broken_config_is_refused(export, text):
@@ -324,7 +325,23 @@ def test_a_config_that_is_not_text_is_refused(export):
 
 def change_config(folder: Path, **changes) -> None:
     config = json.loads((folder / "config.json").read_text())
+    config["vitinit"].pop("config_sha256")
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_a_changed_config_is_refused(export):
+    folder = export()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config))  # the same values in another layout
+    assert not vitinit.load(folder).training
+    config["label_names"][0] = "another"
+    (folder / "config.json").write_text(json.dumps(config))
+    message = refusal(folder)
+    assert "config.json was changed since it was exported" in message
+    assert 'remove "config_sha256" from it' in message
+    del config["vitinit"]["config_sha256"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert not vitinit.load(folder).training
 
 
 def test_an_unknown_architecture_is_named(export):

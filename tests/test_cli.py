@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import runpy
 import shutil
 import subprocess
@@ -83,12 +84,14 @@ def rewrite(folder: Path, **tensors) -> None:
     save_file(state, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     config["vitinit"]["sha256"] = hash_tensors(state)
+    del config["vitinit"]["config_sha256"]
     (folder / "config.json").write_text(json.dumps(config))
 
 
 def change_record(folder: Path, **changes) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["vitinit"].update(changes)
+    config["vitinit"].pop("config_sha256", None)
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -365,6 +368,45 @@ def test_a_changed_tensor_is_refused(refusal, export):
     save_file({**state, "fc.bias": state["fc.bias"] + 1e-6}, folder / "model.safetensors")
     for command in ("inspect", "verify"):
         assert "model.safetensors was changed since it was exported" in refusal(command, folder)
+
+
+def test_a_changed_config_is_refused(refusal, export):
+    folder = export("random")
+    config = json.loads((folder / "config.json").read_text())
+    config["vitinit"]["tolerance"] = 100
+    (folder / "config.json").write_text(json.dumps(config))
+    for command in ("inspect", "verify"):
+        assert "config.json was changed since it was exported" in refusal(command, folder)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes and modes of POSIX")
+@pytest.mark.parametrize(("code", "changes"), [(0, {}), (1, {"trained": True})])
+def test_a_reader_that_leaves_changes_no_exit_code(export, code, changes):
+    folder = export("random")
+    change_record(folder, **changes)
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run(
+        [sys.executable, "-m", "vitinit", "verify", folder], stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (code, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_an_answer_that_cannot_be_written_is_one_line(exports):
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "vitinit", "inspect", exports / "random"], stdout=full, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: could not write to standard output (") and run.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes and modes of POSIX")
+def test_all_files_of_an_export_are_for_the_same_readers(exports):
+    assert len({path.stat().st_mode for path in (exports / "random").iterdir()}) == 1
 
 
 def test_an_export_of_an_older_vitinit_is_inspected_but_not_verified(call, refusal, export):

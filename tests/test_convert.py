@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from conftest import randomize_norms
 from timm.layers import Conv2dSame
 from torch import nn
+from torch.nn.utils import prune
 
 import vitinit
 from vitinit.attention.conv import AttentionConv2d
@@ -178,7 +179,9 @@ def test_every_grid_up_to_a_side():
     assert (model(images) - cnn(images)).norm() <= 1e-12 * cnn(images).norm()
     reasons = {row.reason for row in report.kept if max(row.kernel) > 1}
     assert reasons == {"its grid is larger than 16x16 pixels"}
-    with pytest.raises(ConversionError, match="conv1: its grid is larger than 7x7 pixels"):
+    with pytest.raises(
+        ConversionError, match=r"converted: conv1 \.\.\. layer3\.0\.conv2 \(7\): its grid is larger than 7x7 pixels"
+    ):
         vitinit.convert(cnn, img_size=32, max_grid=7)
 
 
@@ -226,7 +229,7 @@ def test_rebuilding_from_specs():
 def test_a_capped_rank_needs_a_tolerance():
     cnn = randomize_norms(timm.create_model("resnet8_cifar"))
     settings = {"img_size": 32, "stages": 1, "values": "factorized", "weights": "free", "rank": 4}
-    with pytest.raises(ConversionError, match=r"more than the tolerance 1e-04; worst layer .* raise rank, or pass tol"):
+    with pytest.raises(ConversionError, match=r"more than the tolerance 1e-04: its logits .* raise rank, or pass tol"):
         vitinit.convert(cnn, **settings)
     _, report = vitinit.convert(cnn, **settings, tolerance=10.0)
     assert "kernel energy kept: at least" in str(report)
@@ -238,7 +241,7 @@ def test_a_wrong_conversion_is_never_returned(monkeypatch):
 
     load = TableAttention.load_kernel
     monkeypatch.setattr(TableAttention, "load_kernel", lambda self, kernel, bias: load(self, kernel * 1.01, bias))
-    with pytest.raises(ConversionError, match="logits differ from the CNN's by"):
+    with pytest.raises(ConversionError, match="differs from the CNN by more than the tolerance 1e-09: its logits"):
         vitinit.convert(small_cnn(), img_size=32, stages=ALL)
 
 
@@ -268,7 +271,7 @@ def test_networks_without_convolutions_to_convert():
     with pytest.raises(ConversionError, match="Linear has no convolution: vitinit converts CNNs"):
         vitinit.convert(nn.Linear(3, 3), img_size=32)
     pointwise = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
-    with pytest.raises(ConversionError, match="no convolution of Sequential can be converted:\n  0: 1x1"):
+    with pytest.raises(ConversionError, match="no convolution of Sequential can be converted: 0, 2: 1x1"):
         vitinit.convert(pointwise, img_size=8)
 
 
@@ -287,11 +290,46 @@ def test_sharpness_out_of_range():
         ({"content_dim": -1}, "content_dim=-1: expected 0"),
         ({"span": "window"}, 'span=\'window\': expected "auto", "global" or "local"'),
         ({"sharpness": "0.9"}, "sharpness='0.9': expected a number"),
+        ({"tolerance": -1}, "tolerance=-1: expected a relative error of at least 0"),
+        ({"tolerance": float("nan")}, "tolerance=nan: expected a relative error of at least 0"),
     ],
 )
 def test_settings_out_of_range(settings, message):
     with pytest.raises(ConstructionError, match=message):
         vitinit.convert(small_cnn(), img_size=32, **settings)
+
+
+def test_a_layer_that_the_logits_do_not_show_is_checked_too():
+    cnn = timm.create_model("resnet18", num_classes=10)  # its residual branches start at zero
+    settings = {"img_size": 64, "stages": 1, "values": "factorized", "weights": "free", "rank": 2}
+    with pytest.raises(ConversionError, match=r"its logits by 0\.00e\+00; worst layer layer4"):
+        vitinit.convert(cnn, **settings)
+    assert vitinit.convert(cnn, **settings, tolerance=1.0)[1].logits_error == 0
+
+
+def test_networks_that_cannot_be_copied_are_named():
+    pruned = small_cnn()
+    prune.l1_unstructured(pruned.stem, "weight", 0.5)
+    with pytest.raises(ConversionError, match=r"SmallCNN cannot be copied .* torch\.nn\.utils\.prune\.remove"):
+        vitinit.convert(pruned, img_size=32)
+    prune.remove(pruned.stem, "weight")
+    assert vitinit.convert(pruned, img_size=32)[1].converted
+    for cnn in (small_cnn().to("meta"), nn.Sequential(nn.LazyConv2d(4, 3))):
+        with pytest.raises(ConversionError, match=r"has weights without values \(on the meta device, or lazy\)"):
+            vitinit.convert(cnn, img_size=32)
+
+
+@pytest.mark.parametrize("span", ["global", "local"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"weights": "free"}, {"content_dim": 4}, {"weights": "free", "values": "factorized"}]
+)
+def test_a_batch_of_no_images(settings, span):
+    if span == "local" and "values" in settings:
+        pytest.skip("factorized values are global")
+    cnn = small_cnn().eval()
+    model, _ = vitinit.convert(cnn, img_size=32, stages=ALL, span=span, **settings)
+    empty = torch.empty(0, 3, 32, 32, dtype=next(cnn.parameters()).dtype)
+    assert model(empty).shape == cnn(empty).shape
 
 
 def test_outputs_of_any_structure_and_frozen_sources():

@@ -10,7 +10,7 @@ from torch import nn
 
 import vitinit
 from vitinit.attention.table import TableAttention
-from vitinit.errors import ConversionError
+from vitinit.errors import ConversionError, DataError
 from vitinit.positions import ConvGeometry, cut_patches
 
 
@@ -108,3 +108,23 @@ def test_whole_networks_and_what_it_prints():
 def test_a_network_without_attention_is_refused():
     with pytest.raises(ConversionError, match=r"Linear has no attention layer: give what vitinit.convert returned"):
         vitinit.distance_from_convolution(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("images", "got"),
+    [
+        (torch.zeros(2, 3, 16, 16, dtype=torch.uint8), "torch.uint8 (2, 3, 16, 16)"),
+        (torch.zeros(3, 16, 16), "torch.float32 (3, 16, 16)"),
+        (torch.zeros(0, 3, 16, 16), "torch.float32 (0, 3, 16, 16)"),
+        (torch.full((1, 3, 16, 16), math.nan), "torch.float32 (1, 3, 16, 16)"),
+        ([1, 2], "list"),
+    ],
+)
+@pytest.mark.parametrize("content_dim", [0, 4])
+def test_images_that_are_no_batch_are_refused(images, got, content_dim):
+    model, _ = vitinit.convert(timm.create_model("resnet8_cifar"), img_size=16, content_dim=content_dim)
+    with pytest.raises(DataError) as error:
+        vitinit.distance_from_convolution(model, images)
+    assert str(error.value) == (
+        f"images: expected a normalized batch (B, C, height, width) of torch.float32, all finite, and got {got}"
+    )

@@ -13,7 +13,7 @@ import vitinit
 from vitinit.attention.conv import AttentionConv2d
 from vitinit.attention.table import TableAttention
 from vitinit.construction import place_kernel
-from vitinit.errors import ConversionError
+from vitinit.errors import ConstructionError, ConversionError
 from vitinit.fuse import PaddedConv2d, fit_kernel
 
 FORMS = [
@@ -130,7 +130,7 @@ def measure_distance(layer, kernel):
     linked = torch.einsum("ht,hgio->tgio", mass, layer.head_weights())
     placed = torch.zeros_like(linked)
     placed[layer.geometry.target_index()] = place_kernel(kernel, layer.geometry)
-    return float((linked - placed).norm())
+    return (linked - placed).norm().item()
 
 
 def test_a_network_without_attention_is_refused():
@@ -146,3 +146,11 @@ def test_fusing_keeps_the_input_mode_and_frozen_layers():
     assert fused.training and not any(p.requires_grad for p in fused.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert report.to_dict()["layers"][0]["fused"] is True
+
+
+def test_bad_input_to_fuse():
+    with pytest.raises(ConversionError, match=r"fuse takes an nn\.Module and got 'resnet18'"):
+        vitinit.fuse("resnet18")
+    model, _ = vitinit.convert(timm.create_model("resnet8_cifar"), img_size=16)
+    with pytest.raises(ConstructionError, match="tolerance=-1: expected a relative error of at least 0"):
+        vitinit.fuse(model, tolerance=-1)

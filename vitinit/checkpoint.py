@@ -66,7 +66,8 @@ def export_model(
 ) -> None:  # fmt: skip
     """Write a model in timm's layout: config.json, model.safetensors and a model card.
 
-    config.json says under "vitinit" where the model comes from, with the environment and a hash of the tensors.
+    config.json says under "vitinit" where the model comes from, with the environment and hashes of the tensors and of
+    the rest of config.json.
 
     Args:
         model: A timm model.
@@ -98,6 +99,11 @@ def export_model(
             model_config={"label_names": list(classes), "pretrained_cfg": overrides, RECORD: record},
         )  # fmt: skip
         (new / "README.md").write_text(card, encoding="utf-8")
+        path = new / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config[RECORD]["config_sha256"] = _hash_config(config)
+        path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+        (new / "model.safetensors").chmod(path.stat().st_mode)  # safetensors writes it for its owner alone
         try:
             if folder.exists():
                 os.replace(folder, old)
@@ -105,6 +111,12 @@ def export_model(
         finally:
             if not folder.exists() and old.exists():
                 os.replace(old, folder)
+
+
+def _hash_config(config: dict) -> str:
+    """SHA-256 of a config.json, but for the hash in it."""
+    record = {key: value for key, value in config[RECORD].items() if key != "config_sha256"}
+    return hashlib.sha256(json.dumps({**config, RECORD: record}, sort_keys=True).encode()).hexdigest()
 
 
 def find_export(folder: str | Path) -> Path:
@@ -126,17 +138,24 @@ def read_config(folder: str | Path) -> dict:
     """What config.json of an export says; its "vitinit" is empty where an older vitinit wrote it.
 
     Raises:
-        CheckpointError: There is no export, or its config.json is damaged.
+        CheckpointError: There is no export, or its config.json is damaged or changed.
     """
     path = find_export(folder) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config["architecture"], str):
             raise TypeError(f"the architecture is {config['architecture']!r}")
-        if not isinstance(config.get(RECORD, {}), dict):
-            raise TypeError(f'"{RECORD}" is {config[RECORD]!r}')
+        for key in (RECORD, "pretrained_cfg"):
+            if not isinstance(config.get(key, {}), dict):
+                raise TypeError(f'"{key}" is {config[key]!r}')
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): export the model again") from error
+    recorded = config.get(RECORD, {}).get("config_sha256")
+    if recorded and _hash_config(config) != recorded:
+        raise CheckpointError(
+            f"{path} was changed since it was exported, its hash is not the recorded one: copy or export it again, or "
+            f'remove "config_sha256" from it to use it as it is'
+        )
     return {RECORD: {}, **config}
 
 

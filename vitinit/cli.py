@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,14 +66,28 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is the answer's alone
             answer = args.answer(args)
+        _show(json.dumps(answer.document, indent=2) if args.json else answer.text)
     except VitinitError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    print(json.dumps(answer.document, indent=2) if args.json else answer.text)
     return answer.code
+
+
+def _show(text: str) -> None:
+    """Print to standard output; a reader that has left, such as `head`, has seen enough.
+
+    Raises:
+        CheckpointError: It cannot be written to.
+    """
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again as it ends
+        if not isinstance(error, BrokenPipeError):
+            raise CheckpointError(f"could not write to standard output ({error}): free space") from error
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitinit.attention.conv import AttentionConv2d
 from vitinit.attention.table import TableAttention
-from vitinit.errors import ConversionError
+from vitinit.errors import ConversionError, DataError
 from vitinit.positions import alpha_to_sharpness
 
 
@@ -80,10 +80,13 @@ def distance_from_convolution(model: nn.Module, images: Tensor | None = None) ->
 
     Raises:
         ConversionError: The network has no attention layer.
+        DataError: The images are no batch of finite numbers, of a type other than the network's.
     """
     layers = {name: m.attention for name, m in model.named_modules() if isinstance(m, AttentionConv2d)}
     if not layers:
         raise ConversionError(f"{type(model).__name__} has no attention layer: give what vitinit.convert returned")
+    if images is not None:
+        _check_images(images, next(model.parameters()).dtype)
     seen: dict[nn.Module, Tensor] = {}
     if images is not None and any(layer.content_dim for layer in layers.values()):
         hooks = [m.register_forward_pre_hook(lambda m, args: seen.update({m: args[0]})) for m in layers.values()]
@@ -99,6 +102,15 @@ def distance_from_convolution(model: nn.Module, images: Tensor | None = None) ->
         start = alpha_to_sharpness(layer.alpha, layer.geometry.table_size)
         rows.append(LayerDistance(name, start, _measure_heads(layer, seen.get(layer))))
     return DistanceReport(rows)
+
+
+def _check_images(images: object, dtype: torch.dtype) -> None:
+    is_batch = isinstance(images, Tensor) and images.ndim == 4 and images.dtype == dtype and len(images)
+    if not is_batch or not images.isfinite().all():
+        got = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        raise DataError(
+            f"images: expected a normalized batch (B, C, height, width) of {dtype}, all finite, and got {got}"
+        )
 
 
 def _measure_heads(layer: TableAttention, tokens: Tensor | None) -> list[HeadDistance]:

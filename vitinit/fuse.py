@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import asdict, dataclass
 
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 from vitinit.attention.conv import AttentionConv2d
 from vitinit.attention.table import TableAttention
 from vitinit.construction import place_kernel
-from vitinit.errors import ConversionError
+from vitinit.convert import copy_network
+from vitinit.errors import ConstructionError, ConversionError
 from vitinit.positions import positional_mass
 
 
@@ -60,7 +60,11 @@ class FuseReport:
 
     def __str__(self) -> str:
         width = max(len(layer.name) for layer in self.layers)
-        lines = [f"{r.name:{width}}  {'convolution' if r.fused else r.reason}  {r.error:.1e}" for r in self.layers]
+        lines = [
+            f"{r.name:{width}}  {'convolution' if r.fused else r.reason}"
+            + ("" if math.isnan(r.error) else f"  {r.error:.1e}")
+            for r in self.layers
+        ]
         fused = sum(r.fused for r in self.layers)
         lines.append(f"{fused} of {len(self.layers)} attention layers are convolutions again")
         return "\n".join(lines)
@@ -82,9 +86,14 @@ def fuse(model: nn.Module, *, tolerance: float = 1e-6) -> tuple[nn.Module, FuseR
         tolerance: Largest part of a layer's weights, by norm, that no kernel expresses.
 
     Raises:
-        ConversionError: The network has no attention layer.
+        ConversionError: The network has no attention layer, or cannot be copied.
+        ConstructionError: A negative tolerance.
     """
-    model = copy.deepcopy(model)
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"fuse takes an nn.Module and got {model!r}: give what vitinit.convert returned")
+    if not tolerance >= 0:
+        raise ConstructionError(f"tolerance={tolerance!r}: expected a relative error of at least 0, such as 1e-6")
+    model = copy_network(model)
     places = model.named_modules(remove_duplicate=False)  # one module may have several
     layers = {name: module for name, module in places if isinstance(module, AttentionConv2d)}
     if not layers:

@@ -77,7 +77,7 @@ class ConversionReport:
         widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
                  for line in [header, *rows]]  # fmt: skip
-        lines += [f"kept  {names}: {reason}" for reason, names in self._kept_by_reason().items()]
+        lines += [f"kept  {names}: {reason}" for reason, names in group_by_reason(self.kept).items()]
         if any(row.energy is not None and row.energy < 1 - 1e-9 for row in self.converted):
             lowest = min(row.energy for row in self.converted)
             lines.append(f"kernel energy kept: at least {lowest:.2%} in every layer")
@@ -97,14 +97,16 @@ class ConversionReport:
         )
         return "\n".join(lines)
 
-    def _kept_by_reason(self) -> dict[str, str]:
-        by_reason: dict[str, list[str]] = {}
-        for row in self.kept:
-            by_reason.setdefault(row.reason, []).append(row.name)
-        return {
-            reason: ", ".join(names) if len(names) <= 4 else f"{names[0]} ... {names[-1]} ({len(names)})"
-            for reason, names in by_reason.items()
-        }
+
+def group_by_reason(rows: list[LayerReport]) -> dict[str, str]:
+    """The names of layers that stayed convolutions, by the reason; of many names the first, the last and the number."""
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        by_reason.setdefault(row.reason, []).append(row.name)
+    return {
+        reason: ", ".join(names) if len(names) <= 4 else f"{names[0]} ... {names[-1]} ({len(names)})"
+        for reason, names in by_reason.items()
+    }
 
 
 def _by(pair: tuple[int, int]) -> str:

@@ -150,7 +150,7 @@ def load_source(
     elif kind == "local-dir":
         folder = _find_path(name)
         advice = "give a folder with config.json and model.safetensors, as timm's save_for_hf writes it"
-        net, origin = _create(f"local-dir:{folder}", pretrained, kwargs, advice), f"from {folder}"
+        net, origin = _create(f"local-dir:{folder}", pretrained, kwargs, advice), "weights of this folder"
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kwargs = {**config.get("model_args", {}), **kwargs}
     elif kind == "hf-hub":
@@ -166,6 +166,8 @@ def load_source(
         net, origin = _create(name, False, {**kwargs, **width}), "random weights"
     if package:
         net.pretrained_cfg.update(mean=package.mean, std=package.std, input_size=package.input_size)
+    if weights is None and not pretrained:
+        origin = "random weights"
     description = f"{name}: {origin}, {net.num_classes} classes"
     if num_classes is not None and num_classes != net.num_classes:
         net.reset_classifier(num_classes)
@@ -187,7 +189,7 @@ def load_source(
 def _check_name(name: str) -> None:
     architecture, _, tag = name.partition(".")
     if not timm.is_model(architecture):
-        near = difflib.get_close_matches(architecture, timm.list_models(), n=4)
+        near = difflib.get_close_matches(architecture.lower(), timm.list_models(), n=4)
         raise SourceError(f"timm has no model {architecture!r}; nearest names: {', '.join(near) or 'none'}")
     tagged = timm.list_models(architecture, include_tags=True)
     if tag and name not in tagged:

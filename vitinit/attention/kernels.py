@@ -166,7 +166,7 @@ def gather_windows(tokens: Tensor, geometry: ConvGeometry) -> Tensor:
 
 def _pad_grid(tokens: Tensor, geometry: ConvGeometry) -> Tensor:
     """The token grid (B, D, rows, columns), with the zeros that its windows reach."""
-    grid = tokens.mT.reshape(len(tokens), -1, *geometry.key_grid)
+    grid = tokens.mT.unflatten(2, geometry.key_grid)
     margins = (*geometry.x.margins, *geometry.y.margins)
     added, cut = [max(m, 0) for m in margins], [min(m, 0) for m in margins]
     grid = F.pad(grid, added) if any(added) else grid  # first: windows may all lie in the padding, beside the image
@@ -222,7 +222,7 @@ def mix_heads(seen: Tensor, weight: Tensor) -> Tensor:
     if width_in == width_out == 1:  # depthwise on pixels: one factor for each head and channel
         return torch.einsum("bqhc,hc->bqc", seen, weight[:, :, 0, 0])
     if groups == 1:
-        return seen.reshape(batch, n_queries, -1) @ weight.reshape(heads * width_in, width_out)
-    rows = seen.unflatten(3, (groups, width_in)).permute(3, 0, 1, 2, 4).reshape(groups, -1, heads * width_in)
+        return seen.flatten(2) @ weight.reshape(heads * width_in, width_out)
+    rows = seen.unflatten(3, (groups, width_in)).permute(3, 0, 1, 2, 4).flatten(3).flatten(1, 2)
     mixed = rows @ weight.transpose(0, 1).reshape(groups, heads * width_in, width_out)  # G B*Nq Dout/G
     return mixed.transpose(0, 1).reshape(batch, n_queries, groups * width_out)

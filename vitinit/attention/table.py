@@ -237,8 +237,7 @@ class TableAttention(nn.Module):
         return mix_heads(seen, self.head_weights())
 
     def _attend_factorized(self, tokens: Tensor) -> Tensor:
-        batch, n_keys, _ = tokens.shape
-        grouped = tokens.view(batch, n_keys, self.groups, -1).transpose(1, 2)  # B G Nk Din/G
+        grouped = tokens.unflatten(2, (self.groups, -1)).transpose(1, 2)  # B G Nk Din/G
         values = (grouped @ self.value_weight).split(self.ranks, dim=-1)  # H times B G Nk r
         maps = self.attention_weights(tokens).unbind(1)  # H times B|1 Nq Nk
         seen = torch.cat([m.unsqueeze(1).to(v.dtype) @ v for m, v in zip(maps, values, strict=True)], dim=-1)
@@ -256,9 +255,8 @@ class TableAttention(nn.Module):
         return self.geometry.relative_index().to(self.bias_table.device)
 
     def _split_content(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        batch = len(tokens)
-        query = self.query(tokens.index_select(1, self.query_index)).view(batch, -1, self.heads, self.content_dim)
-        key = self.key(tokens).view(batch, -1, self.heads, self.content_dim)
+        query = self.query(tokens.index_select(1, self.query_index)).unflatten(-1, (self.heads, self.content_dim))
+        key = self.key(tokens).unflatten(-1, (self.heads, self.content_dim))
         return query.transpose(1, 2), key.transpose(1, 2)  # B H N d
 
     def extra_repr(self) -> str:
