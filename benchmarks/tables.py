@@ -5,6 +5,7 @@ python benchmarks/tables.py --check   # fail if README.md and the results differ
 """
 
 import argparse
+import csv
 import json
 import re
 import statistics
@@ -26,13 +27,18 @@ def origin(content: dict, environment: dict) -> str:
     versions = environment["versions"]
     return (
         f"`{content['script']}`, {environment['date'][:10]}, commit {environment['commit']}, {environment['device']} "
-        f"({environment['threads']} threads), torch {versions['torch']}, timm {versions['timm']}"
+        f"({count_threads(environment['threads'])}), torch {versions['torch']}, timm {versions['timm']}"
     )
 
 
 def percent(mean: float, half: float | None = None) -> str:
     """Accuracy in percent, with the half width of its 95 % interval."""
     return f"{100 * mean:.1f}" + (f" ± {100 * half:.1f}" if half is not None else "")
+
+
+def count_threads(number: int) -> str:
+    """A number of threads in words."""
+    return f"{number} thread{'' if number == 1 else 's'}"
 
 
 def exactness() -> str:
@@ -54,13 +60,13 @@ def exactness() -> str:
     return f"{text}\n\n{origin(content, content['environment'])}"
 
 
-def low_data() -> str:
+def low_data(name: str) -> str:
     """Arms of the CIFAR-100 runs."""
-    content = json.loads((RESULTS / "cifar100_resnet20.json").read_text())
+    content = json.loads((RESULTS / f"cifar100_{name}.json").read_text())
     rows = []
     for row in content["rows"]:
         probes = row["step0_probe_accuracy"]
-        probe = percent(statistics.mean(probes)) if probes[0] is not None else "–"
+        probe = percent(statistics.mean(probes)) if probes and probes[0] is not None else "–"
         rows.append([
             row["arm"], f"{row['lr']:g}", percent(statistics.mean(row["step0_accuracy"])), probe,
             f"**{percent(row['mean'], row['interval95'])}**", percent(statistics.mean(row["train_accuracy"])),
@@ -111,6 +117,60 @@ def cost() -> str:
     return f"{table(header, rows)}\n\n{note}\n\n{second}\n\n{origin(content, content['environment'])}"
 
 
+def imagenette() -> str:
+    """A CNN trained on ImageNet and its conversions on photographs."""
+    content = json.loads((RESULTS / "imagenette.json").read_text())
+    header = ["image size", "converted", "top-1 of the CNN, %", "top-1 converted, %", "same prediction", "logits"]
+    rows = [
+        [
+            f"{row['img_size']} px", f"{row['converted']} of {row['convolutions']} convolutions",
+            percent(row["top1_before"]), percent(row["top1_after"]),
+            f"{row['same_prediction']:,} of {row['images']:,}", f"{row['logits']:.1e}",
+        ]
+        for row in content["rows"]
+    ]  # fmt: skip
+    return f"{table(header, rows)}\n\n{origin(content, content['environment'])}"
+
+
+def spans() -> str:
+    """One layer's forward pass by span, and the conversion of a ResNet-50."""
+    content = json.loads((RESULTS / "spans.json").read_text())
+    header = ["layer", "grid", "channels", "global: time", "MiB", "local: time", "MiB", "chosen"]
+    rows = []
+    for row in content["rows"]:
+        cells = [row["kind"], f"{row['side']}×{row['side']}", str(row["channels"])]
+        for span in ("global", "local"):
+            tried = f"{span}_mib" in row
+            cells += [f"{row[f'{span}_ratio_to_conv']:.1f}" if tried else "–"]
+            cells += [f"{row[f'{span}_mib']:.0f}" if tried else "–"]
+        rows.append([*cells, row["auto"]])
+    conversion = content["resnet50_last_two_stages_224px"]
+    note = (
+        f"Forward pass of a batch of {content['batch_size']}, pixel tokens, float32: time relative to the convolution "
+        f'(median of {content["turns"]} turns) and peak memory. `chosen` is what `span="auto"` takes.\n\n'
+        f"Conversion of timm's resnet50 at 224 px, last two stages ({conversion['converted']} layers), with all its "
+        f"checks: {conversion['seconds']:.1f} s and {conversion['mib']:.0f} MiB beyond the CNN's own peak, on "
+        f"{count_threads(conversion['threads'])}."
+    )
+    return f"{table(header, rows)}\n\n{note}\n\n{origin(content, content['environment'])}"
+
+
+def sweep() -> str:
+    """Totals of the sweep over timm."""
+    rows = list(csv.DictReader((RESULTS / "timm_sweep.csv").open()))
+    tried = [row for row in rows if row["status"] not in ("none", "too large")]
+    lines = []
+    for key, what in (("first", "grids up to 16×16"), ("windows", "grids up to 56×56, local windows")):
+        part = [row for row in tried if row["pass"] == key]
+        states = [row["status"] for row in part]
+        layers, converted = (sum(int(row[c] or 0) for row in part) for c in ("convolutions", "converted"))
+        counts = [f"{states.count(state):,}" for state in ("passed", "rounding", "kept", "failed")]
+        families = len({row["family"] for row in part})
+        lines.append([what, f"{len(part):,} in {families} families", *counts, f"{converted:,} of {layers:,}"])
+    header = ["convolutions", "models", "passed", "rounding", "kept", "failed", "converted"]
+    return table(header, lines)
+
+
 def main() -> int:
     """Rewrite or check the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,7 +178,11 @@ def main() -> int:
     args = parser.parse_args()
     readme = ROOT / "README.md"
     text = before = readme.read_text()
-    for name, make in {"exactness": exactness, "low_data": low_data, "digits": digits, "cost": cost}.items():
+    tables = {
+        "exactness": exactness, "sweep": sweep, "imagenette": imagenette, "digits": digits, "cost": cost,
+        "spans": spans, "low_data resnet20": lambda: low_data("resnet20"), "low_data lite0": lambda: low_data("lite0"),
+    }  # fmt: skip
+    for name, make in tables.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         text, found = re.subn(pattern, lambda m, make=make: m[1] + make() + "\n" + m[2], text, flags=re.DOTALL)
         if found != 1:

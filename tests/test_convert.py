@@ -180,7 +180,7 @@ def test_every_grid_up_to_a_side():
     reasons = {row.reason for row in report.kept if max(row.kernel) > 1}
     assert reasons == {"its grid is larger than 16x16 pixels"}
     with pytest.raises(
-        ConversionError, match=r"converted: conv1 \.\.\. layer3\.0\.conv2 \(7\): its grid is larger than 7x7 pixels"
+        ConversionError, match=r"conv1 \.\.\. layer3\.0\.conv2 \(7\): its grid is larger than 7x7 pixels"
     ):
         vitinit.convert(cnn, img_size=32, max_grid=7)
 

@@ -71,7 +71,7 @@ class ConvertConfig:
     rank: Count | None = None  # of the factors; null: the exact rank
     weights: Literal["tied", "free"] = "tied"  # the parameter is the kernel, or each head's weights
     content_dim: Whole = 0  # query and key width of a head; 0: attention by position alone
-    tolerance: Positive | None = None  # of the logits' relative error; a capped rank needs one
+    tolerance: Positive | None = None  # of relative errors; a capped rank needs one
 
 
 @dataclass(frozen=True, kw_only=True)
