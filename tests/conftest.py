@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import math
 import os
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 from vitinit import plots, probe, run
+from vitinit.attention.heads import HeadWeights
+from vitinit.attention.table import TableAttention, read_leak
 from vitinit.data import ImageSet, load_splits
 
 SHARED = Path(__file__).parents[1].parent / "shared"
@@ -71,3 +74,16 @@ def small_and_fast():
         patch.setattr(probe, "PENALTIES", (1e-2,))
         yield
     torch.set_num_threads(threads)
+
+
+def build_attention(geometry, *, in_channels, alpha, content_dim=0, dtype=None, **projection):
+    """Attention with one projection, on the offsets of its convolution."""
+    leak = read_leak(alpha, geometry)
+    heads = HeadWeights(geometry, in_channels=in_channels, leak=leak, dtype=dtype, **projection)
+    width = in_channels * math.prod(geometry.in_patch)
+    return TableAttention(geometry, [heads], width=width, alpha=alpha, content_dim=content_dim, dtype=dtype)
+
+
+def load_kernel(attention, kernel, bias=None):
+    attention.load_positions()
+    attention.projections[0].load_kernel(kernel, bias)

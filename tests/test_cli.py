@@ -461,7 +461,9 @@ def test_images_that_are_missing_or_damaged_are_named(refusal, exports, tmp_path
     )
 
 
-@pytest.mark.parametrize("name", ["fc.bias", "layer3.0.conv1.attention.kernel", "layer2.0.conv1.attention.bias_table"])
+@pytest.mark.parametrize(
+    "name", ["fc.bias", "layer3.0.conv1.attention.projections.0.kernel", "layer2.0.conv1.attention.bias_table"]
+)
 def test_verify_catches_a_changed_weight_even_with_its_hash_on_record(call, export, name):
     folder = export("random")
     tensor = load_file(folder / "model.safetensors")[name].clone()

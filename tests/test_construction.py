@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import build_attention, load_kernel
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from vitinit.attention.conv import AttentionConv2d
-from vitinit.attention.table import TableAttention
 from vitinit.construction import (
     count_heads,
     factorize_heads,
@@ -51,7 +51,7 @@ def build_layer(kernel, bias, *, in_size, stride, padding, dilation, groups, pat
         dilation=dilation, groups=groups, bias=bias is not None, patch=patch,
         span=span, alpha=alpha, dtype=kernel.dtype, **kwargs,
     )  # fmt: skip
-    layer.attention.load_kernel(kernel, bias)
+    layer.load_kernel(kernel, bias)
     return layer
 
 
@@ -158,9 +158,10 @@ def test_coarser_input_patches_keep_one_token_grid():
         (16, 24), kernel_size=(3, 3), stride=(2, 2), padding=(1, 1, 1, 1), patch=(2, 2), in_patch=(4, 4)
     )
     assert geometry.query_grid == geometry.key_grid == (4, 6)
-    attention = TableAttention(geometry, in_channels=3, out_channels=5, alpha=3.0, bias=False, dtype=torch.float64)
-    attention.load_kernel(kernel)
-    got = join_patches(attention(cut_patches(x, (4, 4))), (4, 6), (2, 2))
+    attention = build_attention(geometry, in_channels=3, out_channels=5, alpha=3.0, bias=False, dtype=torch.float64)
+    load_kernel(attention, kernel)
+    (tokens,) = attention(cut_patches(x, (4, 4)))
+    got = join_patches(tokens, (4, 6), (2, 2))
     assert torch.allclose(got, F.conv2d(x, kernel, stride=2, padding=1), rtol=1e-12, atol=1e-12)
 
 
@@ -172,7 +173,7 @@ def test_without_the_mean_head_or_the_sink_it_is_wrong():
     expected = F.conv2d(x, kernel, padding=1)
     tokens = x.flatten(2).mT
     maps = layer.attention.attention_weights(tokens)[0]
-    weight = layer.attention.head_weights()[:, 0]
+    weight = layer.projection.build()[:, 0]
     out = torch.einsum("hqk,bkd,hde->bqe", maps, tokens, weight)
     assert torch.allclose(out.mT.reshape_as(expected), expected, atol=1e-12)
     no_mean = torch.einsum("hqk,bkd,hde->bqe", maps[:-1], tokens, weight[:-1])
@@ -253,15 +254,15 @@ def test_a_capped_rank_reports_the_energy_it_keeps():
     kernel = torch.randn(6, 6, 3, 3, dtype=torch.float64)
     ranks = plan_ranks(geometry, in_channels=6, out_channels=6, cap=8)
     assert max(ranks[:-1]) == 8
-    values, outputs, energy = factorize_heads(kernel, geometry, alpha=4.0, ranks=ranks)
+    leak = leak_coefficients(4.0, geometry.table_size)
+    values, outputs, energy = factorize_heads(kernel, geometry, leak=leak, ranks=ranks)
     slices = place_kernel(kernel, geometry)
-    a, _ = leak_coefficients(4.0, geometry.table_size)
-    kept = torch.stack([a * v @ o for v, o in zip(values[:-1], outputs[:-1], strict=True)])
+    kept = torch.stack([leak[0] * v @ o for v, o in zip(values[:-1], outputs[:-1], strict=True)])
     lost = (kept - slices).square().sum() / slices.square().sum()
     assert 0 < energy < 1
     assert float(lost) == pytest.approx(1 - energy, abs=1e-12)
     full = plan_ranks(geometry, in_channels=6, out_channels=6)
-    assert factorize_heads(kernel, geometry, alpha=4.0, ranks=full)[2] == pytest.approx(1.0, abs=1e-12)
+    assert factorize_heads(kernel, geometry, leak=leak, ranks=full)[2] == pytest.approx(1.0, abs=1e-12)
     # The factors are balanced: V^T V = O O^T.
     assert torch.allclose(values[0].mT @ values[0], outputs[0] @ outputs[0].mT, atol=1e-10)
 
@@ -272,9 +273,9 @@ def test_tied_and_free_weights_agree():
         "in_size": (12, 8), "stride": (2, 1), "padding": (2, 1, 1, 1), "dilation": (1, 1), "groups": 1,
         "patch": (2, 2), "sharpness": 0.8,
     }  # fmt: skip
-    tied, free = (build_layer(kernel, None, weights=weights, **shape).attention for weights in ("tied", "free"))
-    assert torch.allclose(tied.head_weights(), free.head_weights(), atol=1e-13)
-    expected = kernel_to_heads(kernel, tied.geometry, alpha=tied.alpha)
+    tied, free = (build_layer(kernel, None, weights=weights, **shape).projection for weights in ("tied", "free"))
+    assert torch.allclose(tied.build(), free.build(), atol=1e-13)
+    expected = kernel_to_heads(kernel, tied.geometry, leak=tied.leak)
     assert torch.equal(free.head_weight, expected)
 
 

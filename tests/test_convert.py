@@ -149,7 +149,7 @@ def test_a_tied_network_with_frozen_positions_trains_exactly_like_its_cnn():
     for name, tensor in model.state_dict().items():
         if not name.endswith("bias_table"):
             assert torch.allclose(
-                tensor.double(), trained[name.replace("attention.kernel", "weight")].double(), atol=1e-9
+                tensor.double(), trained[name.replace("attention.projections.0.kernel", "weight")].double(), atol=1e-9
             )
 
 
@@ -237,10 +237,8 @@ def test_a_capped_rank_needs_a_tolerance():
 
 
 def test_a_wrong_conversion_is_never_returned(monkeypatch):
-    from vitinit.attention.table import TableAttention
-
-    load = TableAttention.load_kernel
-    monkeypatch.setattr(TableAttention, "load_kernel", lambda self, kernel, bias: load(self, kernel * 1.01, bias))
+    load = AttentionConv2d.load_kernel
+    monkeypatch.setattr(AttentionConv2d, "load_kernel", lambda self, kernel, bias: load(self, kernel * 1.01, bias))
     with pytest.raises(ConversionError, match="differs from the CNN by more than the tolerance 1e-09: its logits"):
         vitinit.convert(small_cnn(), img_size=32, stages=ALL)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import timm
 import torch
-from conftest import randomize_norms
+from conftest import build_attention, randomize_norms
 from torch import nn
 
 import vitinit
@@ -74,7 +74,7 @@ def test_content_against_loops_over_the_plane(span):
 
 def test_plane_weights_agree_with_the_maps_on_the_image():
     geometry = ConvGeometry.build((5, 7), kernel_size=(3, 3), stride=(2, 2), padding=(1,) * 4)
-    attention = TableAttention(geometry, in_channels=2, out_channels=2, alpha=2.0, content_dim=3, dtype=torch.float64)
+    attention = build_attention(geometry, in_channels=2, out_channels=2, alpha=2.0, content_dim=3, dtype=torch.float64)
     tokens = torch.randn(2, geometry.n_keys, 2, dtype=torch.float64)
     plane, maps = attention.plane_weights(tokens), attention.attention_weights(tokens)
     assert torch.allclose(plane.sum(-1), torch.ones_like(plane.sum(-1)))

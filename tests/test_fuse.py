@@ -11,7 +11,6 @@ from torch import nn
 
 import vitinit
 from vitinit.attention.conv import AttentionConv2d
-from vitinit.attention.table import TableAttention
 from vitinit.construction import place_kernel
 from vitinit.errors import ConstructionError, ConversionError
 from vitinit.fuse import PaddedConv2d, fit_kernel
@@ -78,11 +77,11 @@ def test_odd_convolutions(span, img_size):
 def test_what_has_moved_stays_attention_and_the_function_stays():
     cnn = randomize_norms(timm.create_model("resnet8_cifar")).double().eval()
     model, _ = vitinit.convert(cnn, img_size=16, stages=2, content_dim=2)
-    layers = [module for module in model.modules() if isinstance(module, TableAttention)]
+    layers = [module for module in model.modules() if isinstance(module, AttentionConv2d)]
     with torch.no_grad():
-        layers[0].bias_table[0, 3] += 3  # one head looks elsewhere a little
-        layers[1].query.weight.normal_()
-        layers[2].kernel.mul_(1.5)  # another kernel is still a kernel
+        layers[0].attention.bias_table[0, 3] += 3  # one head looks elsewhere a little
+        layers[1].attention.query.weight.normal_()
+        layers[2].projection.kernel.mul_(1.5)  # another kernel is still a kernel
     fused, report = vitinit.fuse(model)
     assert [row.fused for row in report.layers] == [False, False, *[True] * (len(layers) - 2)]
     assert report.layers[0].reason == "moved away from a convolution" and report.layers[0].error > 1e-5
@@ -112,9 +111,9 @@ def test_windows_of_pixels_are_convolutions_whatever_their_training():
 def test_the_fit_is_the_nearest_kernel():
     """No other kernel comes nearer to what the layer does: its error is least along every tap."""
     model, _ = vitinit.convert(nn.Sequential(nn.Conv2d(1, 1, 3, padding=1).double()), img_size=4, stages=["0"], patch=2)
-    layer = model[0].attention
+    layer = model[0]
     with torch.no_grad():
-        layer.bias_table.normal_()
+        layer.attention.bias_table.normal_()
     kernel, error = fit_kernel(layer)
     assert kernel.shape == (1, 1, 3, 3) and 0.01 < error < 1
     for tap in range(9):
@@ -126,8 +125,8 @@ def test_the_fit_is_the_nearest_kernel():
 
 def measure_distance(layer, kernel):
     """Norm of what a layer's token kernel has beyond that of a pixel kernel."""
-    mass = layer.bias_table.softmax(-1)
-    linked = torch.einsum("ht,hgio->tgio", mass, layer.head_weights())
+    mass = layer.attention.bias_table.softmax(-1)
+    linked = torch.einsum("ht,hgio->tgio", mass, layer.projection.build())
     placed = torch.zeros_like(linked)
     placed[layer.geometry.target_index()] = place_kernel(kernel, layer.geometry)
     return (linked - placed).norm().item()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import build_attention, load_kernel
 
 from vitinit.attention import kernels
 from vitinit.attention.kernels import (
@@ -14,7 +15,6 @@ from vitinit.attention.kernels import (
     gather_windows,
     mix_heads,
 )
-from vitinit.attention.table import TableAttention
 from vitinit.positions import (
     ConvGeometry,
     positional_logits,
@@ -122,7 +122,7 @@ def test_windows_equal_whole_maps_with_gradients(settings, groups):
 def test_a_window_holds_no_map_over_all_tokens():
     """Memory grows with k^2 N: one layer on 56 x 56 pixels whose global maps would hold 10 x 3136^2 numbers."""
     geometry = ConvGeometry.build((56, 56), kernel_size=(3, 3), padding=(1,) * 4, span="local")
-    layer = TableAttention(geometry, in_channels=4, out_channels=4, alpha=3.0, content_dim=2)
+    layer = build_attention(geometry, in_channels=4, out_channels=4, alpha=3.0, content_dim=2)
     largest = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -132,7 +132,7 @@ def test_a_window_holds_no_map_over_all_tokens():
             return out
 
     with Watch():
-        layer(torch.randn(1, geometry.n_keys, 4)).sum().backward()
+        layer(torch.randn(1, geometry.n_keys, 4))[0].sum().backward()
     heads, window, width = geometry.heads, 9, 4
     assert max(largest) <= geometry.n_queries * window * max(heads * layer.content_dim, width)
     assert max([p.numel() for p in layer.buffers()]) <= geometry.n_queries
@@ -153,7 +153,7 @@ def test_silent_content_and_no_content_agree(values):
     kernel, bias = torch.randn(8, 8, 3, 3, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     alpha = sharpness_to_alpha(0.7, GEOMETRY.table_size)
     layers = [
-        TableAttention(
+        build_attention(
             GEOMETRY, in_channels=8, out_channels=8, alpha=alpha, weights="free", values=values,
             content_dim=dim, dtype=torch.float64,
         )
@@ -162,8 +162,8 @@ def test_silent_content_and_no_content_agree(values):
     tokens = torch.randn(2, GEOMETRY.n_keys, 8, dtype=torch.float64)
     grads = []
     for layer in layers:
-        layer.load_kernel(kernel, bias)
-        out = layer(tokens)
+        load_kernel(layer, kernel, bias)
+        (out,) = layer(tokens)
         out.square().sum().backward()
         grads.append((out, layer.bias_table.grad))
     for a, b in zip(*grads, strict=True):
@@ -175,7 +175,7 @@ def test_silent_content_and_no_content_agree(values):
 @pytest.mark.parametrize("content_dim", [0, 4])
 def test_gradients_of_the_layer(content_dim):
     geometry = ConvGeometry.build((2, 4), kernel_size=(3, 3), padding=(1,) * 4)
-    layer = TableAttention(
+    layer = build_attention(
         geometry, in_channels=2, out_channels=2, alpha=1.5, content_dim=content_dim, dtype=torch.float64
     )
     names = [n for n, _ in layer.named_parameters()]
@@ -188,12 +188,12 @@ def test_gradients_of_the_layer(content_dim):
 
 
 def test_bf16_stays_close():
-    layer = TableAttention(GEOMETRY, in_channels=8, out_channels=8, alpha=6.0, content_dim=4)
-    layer.load_kernel(torch.randn(8, 8, 3, 3), torch.zeros(8))
+    layer = build_attention(GEOMETRY, in_channels=8, out_channels=8, alpha=6.0, content_dim=4)
+    load_kernel(layer, torch.randn(8, 8, 3, 3), torch.zeros(8))
     tokens = torch.randn(2, GEOMETRY.n_keys, 8)
-    exact = layer(tokens)
+    (exact,) = layer(tokens)
     with torch.autocast("cpu", torch.bfloat16):
-        rounded = layer(tokens).float()
+        rounded = layer(tokens)[0].float()
     assert (rounded - exact).norm() < 0.02 * exact.norm()
 
 
@@ -210,7 +210,7 @@ def test_backend_choice(monkeypatch):
 
 
 def test_maps_of_position_alone_do_not_depend_on_the_image():
-    layer = TableAttention(GEOMETRY, in_channels=2, out_channels=2, alpha=3.0)
+    layer = build_attention(GEOMETRY, in_channels=2, out_channels=2, alpha=3.0)
     maps = layer.attention_weights(torch.randn(5, GEOMETRY.n_keys, 2))
     assert maps.shape == (1, GEOMETRY.heads, GEOMETRY.n_queries, GEOMETRY.n_keys)
     assert torch.equal(maps[0], positional_maps(layer.bias_table, layer.relative_index))

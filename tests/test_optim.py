@@ -95,7 +95,8 @@ def test_positions_norms_and_biases_are_not_decayed(converted):
     for name, value in decay.items():
         is_kept = name.startswith(norms) or name.endswith((".bias", "bias_table"))
         assert value == (0.0 if is_kept else 0.05), name
-    assert {decay[f"layer3.0.conv1.attention.{part}"] for part in ("kernel", "query.weight", "key.weight")} == {0.05}
+    decayed = ("projections.0.kernel", "query.weight", "key.weight")
+    assert {decay[f"layer3.0.conv1.attention.{part}"] for part in decayed} == {0.05}
 
 
 def test_what_a_model_asks_not_to_decay_is_not(converted, monkeypatch):

@@ -201,7 +201,7 @@ def test_random_arm_does_not_see_the_source_weights(tmp_path):
     assert with_file["step0"] == without["step0"]
     a, b, c = (load_file(tmp_path / name / "model" / "model.safetensors") for name in "abc")
     assert all(torch.equal(a[name], b[name]) for name in a)
-    key = "layer3.0.conv1.attention.kernel"
+    key = "layer3.0.conv1.attention.projections.0.kernel"
     assert torch.equal(c[key], load_file(weights)["layer3.0.conv1.weight"])
     assert not torch.equal(a[key], c[key])
     assert built["step0"]["probe_accuracy"] is not None

@@ -254,7 +254,8 @@ def answer_inspect(args: argparse.Namespace) -> Answer:
         "layers": {
             name: {
                 "heads": layer.heads, "span": layer.geometry.span, "patch": list(layer.geometry.patch),
-                "weights": layer.weights, "values": layer.values, "content_dim": layer.content_dim,
+                "weights": layer.projections[0].weights, "values": layer.projections[0].values,
+                "content_dim": layer.content_dim,
             }
             for name, layer in layers.items()
         },

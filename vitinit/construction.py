@@ -89,7 +89,7 @@ def place_kernel(kernel: Tensor, geometry: ConvGeometry, *, groups: int = 1) -> 
     return slices.reshape(n_offsets, groups, n_in, -1)
 
 
-def build_head_placement(geometry: ConvGeometry, *, alpha: float) -> Tensor:
+def build_head_placement(geometry: ConvGeometry, *, leak: tuple[float, float]) -> Tensor:
     """The linear map (H, Kh*Kw, Qh*Qw, Ph*Pw) in float64 from a kernel's taps to all head weights.
 
     W[h, (c, v), (c', u)] = sum_k kernel[c', c, k] * placement[h, k, v, u]: a gather, the scale 1/a, and the
@@ -98,25 +98,25 @@ def build_head_placement(geometry: ConvGeometry, *, alpha: float) -> Tensor:
     py, px = geometry.y.placement, geometry.x.placement
     placed = torch.einsum("akvu,blwz->abklvwuz", py, px)
     taps, v, u = py.shape[1] * px.shape[1], math.prod(geometry.in_patch), math.prod(geometry.patch)
-    return cancel_leak(placed.reshape(geometry.heads - 1, taps, v, u), geometry, alpha=alpha)
+    return cancel_leak(placed.reshape(geometry.heads - 1, taps, v, u), leak)
 
 
-def cancel_leak(slices: Tensor, geometry: ConvGeometry, *, alpha: float) -> Tensor:
+def cancel_leak(slices: Tensor, leak: tuple[float, float]) -> Tensor:
     """Head weights (H, ...) of slices M_delta (H-1, ...): M_delta / a, and -(b/a) * sum_delta M_delta behind."""
-    a, b = leak_coefficients(alpha, geometry.table_size)
+    a, b = leak
     return torch.cat([slices / a, -(b / a) * slices.sum(dim=0, keepdim=True)])
 
 
-def kernel_to_heads(kernel: Tensor, geometry: ConvGeometry, *, alpha: float, groups: int = 1) -> Tensor:
+def kernel_to_heads(kernel: Tensor, geometry: ConvGeometry, *, leak: tuple[float, float], groups: int = 1) -> Tensor:
     """Head weights (H, G, C_in/G*Q^2, C_out/G*P^2) in float64 that reproduce a kernel; the mean head is last.
 
     Args:
         kernel: (C_out, C_in/G, Kh, Kw).
         geometry: The convolution on patches.
-        alpha: Bias of each head on its offset, see `positions.sharpness_to_alpha`.
+        leak: (a, b) of the heads' maps, see `leak_coefficients`.
         groups: G.
     """
-    return cancel_leak(place_kernel(kernel.double(), geometry, groups=groups), geometry, alpha=alpha)
+    return cancel_leak(place_kernel(kernel.double(), geometry, groups=groups), leak)
 
 
 def plan_ranks(
@@ -149,7 +149,7 @@ def plan_ranks(
 
 
 def factorize_heads(
-    kernel: Tensor, geometry: ConvGeometry, *, alpha: float, ranks: list[int], groups: int = 1
+    kernel: Tensor, geometry: ConvGeometry, *, leak: tuple[float, float], ranks: list[int], groups: int = 1
 ) -> tuple[list[Tensor], list[Tensor], float]:
     """Value and output weights of each head by balanced singular value decomposition, and the energy kept.
 
@@ -159,7 +159,7 @@ def factorize_heads(
     Args:
         kernel: (C_out, C_in/G, Kh, Kw).
         geometry: The convolution on patches.
-        alpha: Bias of each head on its offset.
+        leak: (a, b) of the heads' maps, see `leak_coefficients`.
         ranks: (H,) rank of each head, the mean head's last; see `plan_ranks`.
         groups: G.
 
@@ -172,7 +172,7 @@ def factorize_heads(
     kept = torch.stack([_truncate(m, r) for m, r in zip(slices, ranks[:-1], strict=True)])
     total = slices.square().sum()
     energy = float(kept.square().sum() / total) if total > 0 else 1.0
-    pairs = [_balance(w, r) for w, r in zip(cancel_leak(kept, geometry, alpha=alpha), ranks, strict=True)]
+    pairs = [_balance(w, r) for w, r in zip(cancel_leak(kept, leak), ranks, strict=True)]
     return [v for v, _ in pairs], [o for _, o in pairs], energy
 
 

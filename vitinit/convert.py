@@ -102,7 +102,7 @@ def convert(
                 conv, geometry, alpha=sharpness_to_alpha(sharpness, geometry.table_size) if alpha is None else alpha,
                 weights=weights, values=values, rank=rank, content_dim=content_dim,
             )  # fmt: skip
-        energy = attention.attention.load_kernel(conv.weight, conv.bias)
+        energy = attention.load_kernel(conv.weight, conv.bias)
         attention.requires_grad_(layer.module.weight.requires_grad)  # a frozen convolution stays frozen
         replacements[layer.name] = attention.to(conv.weight.device)
         report.layers.append(_describe(layer, attention=attention, energy=energy))

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitinit.attention.conv import AttentionConv2d
-from vitinit.attention.table import TableAttention
 from vitinit.construction import place_kernel
 from vitinit.convert import copy_network
 from vitinit.errors import ConstructionError, ConversionError
@@ -100,7 +99,7 @@ def fuse(model: nn.Module, *, tolerance: float = 1e-6) -> tuple[nn.Module, FuseR
         raise ConversionError(
             f"{type(model).__name__} has no attention layer to fuse: give what vitinit.convert returned"
         )
-    found = {layer: _find_kernel(layer.attention, tolerance) for layer in set(layers.values())}
+    found = {layer: _find_kernel(layer, tolerance) for layer in set(layers.values())}
     convolutions = {layer: _build(layer, kernel) for layer, (kernel, *_) in found.items() if kernel is not None}
     rows = []
     for name, layer in layers.items():
@@ -113,19 +112,19 @@ def fuse(model: nn.Module, *, tolerance: float = 1e-6) -> tuple[nn.Module, FuseR
     return model, FuseReport(rows)
 
 
-def _find_kernel(attention: TableAttention, tolerance: float) -> tuple[Tensor | None, float, str | None]:
+def _find_kernel(layer: AttentionConv2d, tolerance: float) -> tuple[Tensor | None, float, str | None]:
     """The kernel of a layer that still is a convolution, its error, and the reason where there is none."""
+    attention = layer.attention
     if attention.content_dim and attention.query.weight.any() and attention.key.weight.any():
         return None, math.nan, "content is on"
-    kernel, error = fit_kernel(attention)
+    kernel, error = fit_kernel(layer)
     if not error <= tolerance:
         return None, error, "moved away from a convolution"
     return kernel, error, None
 
 
 def _build(layer: AttentionConv2d, kernel: Tensor) -> nn.Conv2d:
-    attention = layer.attention
-    spec, source = layer.spec, next(attention.parameters())
+    spec, source = layer.spec, next(layer.parameters())
     top, bottom, left, right = spec["padding"]
     settings = {
         "stride": tuple(spec["stride"]), "dilation": tuple(spec["dilation"]), "groups": spec["groups"],
@@ -138,20 +137,20 @@ def _build(layer: AttentionConv2d, kernel: Tensor) -> nn.Conv2d:
         conv = PaddedConv2d(*shape, margins=(top, bottom, left, right), **settings)
     conv.weight.copy_(kernel)
     if spec["bias"]:
-        conv.bias.copy_(attention.bias)
+        conv.bias.copy_(layer.projection.bias)
     return conv.requires_grad_(source.requires_grad).train(layer.training)
 
 
 @torch.no_grad()
-def fit_kernel(attention: TableAttention) -> tuple[Tensor, float]:
+def fit_kernel(layer: AttentionConv2d) -> tuple[Tensor, float]:
     """The kernel (C_out, C_in/G, Kh, Kw) in float64 nearest to what a layer does while its content is silent, and the
     norm of the difference over the norm of the whole.
 
     Args:
-        attention: The layer.
+        layer: The layer.
     """
-    geometry = attention.geometry
-    mass, weight = positional_mass(attention.bias_table.double()), attention.head_weights().double()
+    geometry = layer.geometry
+    mass, weight = positional_mass(layer.attention.bias_table.double()), layer.projection.build().double()
     reached = geometry.target_index().tolist()
     outside = 0.0
     slices = {}
@@ -168,6 +167,6 @@ def fit_kernel(attention: TableAttention) -> tuple[Tensor, float]:
     split = slices.view(a, b, len(slices[0]), width_in, v, w, width_out, u, z)
     # Every tap lies once in each output pixel of a patch: their mean is the least-squares fit.
     kernel = torch.einsum("abgivwouz,akvu,blwz->goikl", split, y, x).flatten(0, 1) / (u * z)
-    rest = float((slices - place_kernel(kernel, geometry, groups=attention.groups)).square().sum())
+    rest = float((slices - place_kernel(kernel, geometry, groups=layer.groups)).square().sum())
     total = float(slices.square().sum()) + outside
     return kernel, ((rest + outside) / total) ** 0.5 if total else 0.0

@@ -126,9 +126,11 @@ class AxisGeometry:
         """Token offsets of the table, ascending.
 
         A global table holds what any query can reach, and at least -1..1. A local one holds the kernel's own offsets,
-        a dilated window where they are.
+        a dilated window where they are; around a single one, its two neighbours too, or no head could learn to look.
         """
         if self.span == "local":
+            if len(self.offsets) == 1:
+                return range(self.offsets[0] - 1, self.offsets[0] + 2)
             gaps = [b - a for a, b in pairwise(self.offsets)]
             return range(self.offsets[0], self.offsets[-1] + 1, math.gcd(*gaps) or 1)
         low = min(self.offsets[0], -self.token_stride * (self.queries - 1), -1)

@@ -43,21 +43,38 @@ class _GlobalBatchNormAct2d(BatchNormAct2d):
 
 
 def _normalize_globally(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    count = x.numel() // x.shape[1] * dist.get_world_size()
-    wide = x.float()
-    mean = _SumOverProcesses.apply(wide.sum(dim=(0, 2, 3))) / count
-    centred = wide - mean[:, None, None]
-    var = _SumOverProcesses.apply(centred.square().sum(dim=(0, 2, 3))) / count
-    with torch.no_grad():
-        norm.num_batches_tracked.add_(1)
-        momentum = norm.momentum if norm.momentum is not None else 1 / float(norm.num_batches_tracked)
-        norm.running_mean.lerp_(mean, momentum)
-        norm.running_var.lerp_(var * count / (count - 1), momentum)
+    mean, var = batch_statistics(norm, x)
     # Written out: F.batch_norm gives no gradient to a mean and a variance.
-    normalized = centred * (var + norm.eps).rsqrt()[:, None, None]
+    normalized = (x.float() - mean[:, None, None]) * (var + norm.eps).rsqrt()[:, None, None]
     if norm.affine:
         normalized = normalized * norm.weight[:, None, None] + norm.bias[:, None, None]
     return normalized.to(x.dtype)
+
+
+def batch_statistics(norm: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance (C,) of x (B, C, ...) over all processes; the norm's running statistics take them in.
+
+    Args:
+        norm: Has the running statistics and the momentum of an `nn.BatchNorm2d`.
+        x: Equally many images in each process.
+    """
+    parallel = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    axes = [dim for dim in range(x.ndim) if dim != 1]
+    if parallel:
+        count = x.numel() // x.shape[1] * dist.get_world_size()
+        mean = _SumOverProcesses.apply(wide.sum(dim=axes)) / count
+        centred = wide - mean.view(-1, *[1] * (x.ndim - 2))
+        var = _SumOverProcesses.apply(centred.square().sum(dim=axes)) / count
+    else:
+        count = x.numel() // x.shape[1]
+        var, mean = torch.var_mean(wide, dim=axes, correction=0)
+    with torch.no_grad():
+        norm.num_batches_tracked.add_(1)
+        momentum = norm.momentum if norm.momentum is not None else 1 / float(norm.num_batches_tracked)
+        norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
+        norm.running_var.lerp_((var * count / max(count - 1, 1)).to(norm.running_var.dtype), momentum)
+    return mean, var
 
 
 class _SumOverProcesses(torch.autograd.Function):

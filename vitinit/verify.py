@@ -67,7 +67,7 @@ def _restore_precision(model: nn.Module, cnn: nn.Module) -> nn.Module:
             continue
         conv = read_convolution(full.get_submodule(name), layer.geometry.in_size)
         attention = AttentionConv2d(**layer.spec, dtype=torch.float64)
-        attention.attention.load_kernel(conv.weight, conv.bias)
+        attention.load_kernel(conv.weight, conv.bias)
         full.set_submodule(name, attention)
     state = full.state_dict()
     for name, value in state.items():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
+from vitinit.attention.heads import HeadWeights
 from vitinit.attention.kernels import count_macs
-from vitinit.attention.table import TableAttention
+from vitinit.attention.table import TableAttention, read_leak
 from vitinit.errors import ConstructionError
 from vitinit.positions import ConvGeometry, cut_patches, join_patches
 
@@ -14,8 +17,8 @@ from vitinit.positions import ConvGeometry, cut_patches, join_patches
 class AttentionConv2d(nn.Module):
     """Attention in the place of an `nn.Conv2d`: (B, C_in, h, w) to (B, C_out, h', w').
 
-    The first arguments are those of `nn.Conv2d`; the others are `TableAttention`'s. Every argument is a plain
-    number, text or tuple, and `spec` gives them back, so a network can be rebuilt from a JSON file.
+    The first arguments are those of `nn.Conv2d`; the others are `HeadWeights`' and `TableAttention`'s. Every argument
+    is a plain number, text or tuple, and `spec` gives them back, so a network can be rebuilt from a JSON file.
 
     Args:
         in_channels: C_in.
@@ -75,10 +78,24 @@ class AttentionConv2d(nn.Module):
             tuple(in_size), kernel_size=self.kernel_size, stride=self.stride, dilation=self.dilation,
             padding=tuple(padding), patch=tuple(patch), span=span,
         )  # fmt: skip
-        self.attention = TableAttention(
-            self.geometry, in_channels=in_channels, out_channels=out_channels, groups=groups, alpha=alpha,
-            bias=bias, weights=weights, values=values, rank=rank, content_dim=content_dim, dtype=dtype,
+        projection = HeadWeights(
+            self.geometry, in_channels=in_channels, out_channels=out_channels, groups=groups,
+            leak=read_leak(alpha, self.geometry), bias=bias, weights=weights, values=values, rank=rank, dtype=dtype,
         )  # fmt: skip
+        self.attention = TableAttention(
+            self.geometry, [projection], width=in_channels * math.prod(self.geometry.in_patch), alpha=alpha,
+            content_dim=content_dim, dtype=dtype,
+        )  # fmt: skip
+
+    @property
+    def projection(self) -> HeadWeights:
+        """The heads' weights."""
+        return self.attention.projections[0]
+
+    def load_kernel(self, kernel: Tensor, bias: Tensor | None = None) -> float:
+        """Start as the convolution with this kernel; arguments and result are those of `HeadWeights.load_kernel`."""
+        self.attention.load_positions()
+        return self.projection.load_kernel(kernel, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Feature map (B, C_out, h', w') of a feature map (B, C_in, h, w).
@@ -92,14 +109,12 @@ class AttentionConv2d(nn.Module):
                 f"this attention layer was built for {expected} pixels and got {got}: "
                 "convert the CNN again with the img_size that you want to use"
             )
-        tokens = self.attention(cut_patches(x, self.geometry.in_patch))
+        (tokens,) = self.attention(cut_patches(x, self.geometry.in_patch))
         return join_patches(tokens, self.geometry.query_grid, self.geometry.patch)
 
     def count_macs(self) -> int:
         """Multiply-adds for one image: content scores, attention and the head weights."""
-        attention = self.attention
         return count_macs(
-            self.geometry, in_channels=attention.in_channels, out_channels=attention.out_channels,
-            groups=attention.groups, content_dim=attention.content_dim,
-            ranks=attention.ranks if attention.values == "factorized" else None,
+            self.geometry, in_channels=self.in_channels, out_channels=self.out_channels, groups=self.groups,
+            content_dim=self.attention.content_dim, ranks=self.projection.ranks,
         )  # fmt: skip
