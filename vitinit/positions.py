@@ -15,7 +15,7 @@ the kernel reaches (Ramachandran et al. 2019). The construction is the same on b
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -49,6 +49,7 @@ class AxisGeometry:
         patch: P, output pixels a query token holds.
         in_patch: Q, input pixels a key token holds.
         span: "global" or "local": the offsets of the table.
+        margin: Offsets that a local table holds on each side of the kernel's own.
 
     Raises:
         ConstructionError: An empty output, an unknown span, or patches that do not divide the grids or the stride.
@@ -63,6 +64,7 @@ class AxisGeometry:
     patch: int
     in_patch: int
     span: str = "global"
+    margin: int = 0
 
     def __post_init__(self):
         if self.span not in ("global", "local"):
@@ -126,13 +128,12 @@ class AxisGeometry:
         """Token offsets of the table, ascending.
 
         A global table holds what any query can reach, and at least -1..1. A local one holds the kernel's own offsets,
-        a dilated window where they are; around a single one, its two neighbours too, or no head could learn to look.
+        a dilated window where they are, and `margin` more on each side.
         """
         if self.span == "local":
-            if len(self.offsets) == 1:
-                return range(self.offsets[0] - 1, self.offsets[0] + 2)
             gaps = [b - a for a, b in pairwise(self.offsets)]
-            return range(self.offsets[0], self.offsets[-1] + 1, math.gcd(*gaps) or 1)
+            step = math.gcd(*gaps) or 1
+            return range(self.offsets[0] - self.margin * step, self.offsets[-1] + self.margin * step + 1, step)
         low = min(self.offsets[0], -self.token_stride * (self.queries - 1), -1)
         return range(low, max(self.offsets[-1], self.keys - 1, 1) + 1)
 
@@ -214,6 +215,8 @@ class ConvGeometry:
             )
             for i in range(2)
         ]  # fmt: skip
+        if span == "local" and all(len(axis.offsets) == 1 for axis in axes):  # pointwise: or no head could look around
+            axes = [replace(axis, margin=1) for axis in axes]
         return cls(*axes)
 
     @property
