@@ -11,6 +11,7 @@ from timm.layers import DropPath
 from timm.models.byobnet import ByoBlockCfg, ByobNet, ByoModelCfg
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from vitinit.errors import ConstructionError, ConversionError
 from vitinit.plain_vit import plain_vit
@@ -172,6 +173,9 @@ def test_dropped_branches_are_those_of_the_cnn():
         (build_resnet, {"tokens": "pixels"}, "expected one of patch, dilated"),
         (build_resnet, {"grid": 5}, "does not fit a grid of 5x5"),
         (build_resnet, {"sharpness": 1.5}, "sharpness"),
+        (build_resnet, {"alpha": 0.0}, "alpha=0: expected a finite number above 0"),
+        (build_resnet, {"img_size": "64"}, "img_size='64': expected a side in pixels"),
+        (lambda: "resnet18", {}, "plain_vit takes an nn.Module and got 'resnet18'"),
     ],
 )
 def test_what_it_cannot_take_gets_one_clear_error(network, settings, match):
@@ -183,6 +187,24 @@ def test_images_of_another_size_say_what_was_expected():
     vit, _ = plain_vit(build_resnet(), img_size=64)
     with pytest.raises(ConstructionError, match="gave 24x24: build it with the img_size"):
         vit(torch.randn(1, 3, 96, 96, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weights": "free"}, {"weights": "free", "tokens": "dilated", "content_dim": 4},
+        {"weights": "free", "values": "factorized", "content_dim": 4},
+        {"weights": "free", "span": "local", "tokens": "dilated", "content_dim": 4},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)  # fmt: skip
+def test_report_counts_the_multiply_adds_that_run(settings):
+    vit, report = plain_vit(build_resnet(Bottleneck).eval(), img_size=(64, 96), **settings)
+    tokens = torch.randn(1, math.prod(vit.grid), vit.embed_dim, dtype=torch.float64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for block in vit.blocks:
+            tokens = block(tokens)
+    assert counter.get_total_flops() == 2 * report.macs_after
 
 
 def test_report_counts_what_the_transformer_holds():

@@ -187,11 +187,7 @@ def _check_arguments(
     cnn: object, img_size: object, stages: object, max_grid: object, patch: object, span: object
 ) -> tuple[int, int]:
     """(height, width) of the images; an error for arguments of the wrong kind."""
-    if not isinstance(cnn, nn.Module):
-        raise ConversionError(f'convert takes an nn.Module and got {cnn!r}: load it first, e.g. timm.create_model("…")')
-    size = (img_size, img_size) if _is_count(img_size) else img_size
-    if not isinstance(size, tuple | list) or len(size) != 2 or not all(_is_count(n) for n in size):
-        raise ConversionError(f"img_size={img_size!r}: expected a side in pixels, or (height, width)")
+    size = check_network(cnn, img_size, caller="convert")
     if stages is not None and max_grid is not None:
         raise ConversionError(f"stages={stages!r} and max_grid={max_grid!r}: give one of them")
     if max_grid is not None and not _is_count(max_grid):
@@ -200,6 +196,22 @@ def _check_arguments(
         raise ConstructionError(f'patch={patch!r}: expected "auto" or a side of at least 1 pixel')
     if span not in ("auto", "global", "local"):
         raise ConstructionError(f'span={span!r}: expected "auto", "global" or "local"')
+    return size
+
+
+def check_network(cnn: object, img_size: object, *, caller: str) -> tuple[int, int]:
+    """(height, width) of the images.
+
+    Raises:
+        ConversionError: No network, or no image size.
+    """
+    if not isinstance(cnn, nn.Module):
+        raise ConversionError(
+            f'{caller} takes an nn.Module and got {cnn!r}: load it first, e.g. timm.create_model("…")'
+        )
+    size = (img_size, img_size) if _is_count(img_size) else img_size
+    if not isinstance(size, tuple | list) or len(size) != 2 or not all(_is_count(n) for n in size):
+        raise ConversionError(f"img_size={img_size!r}: expected a side in pixels, or (height, width)")
     return tuple(size)
 
 
@@ -292,10 +304,14 @@ def _place(
         )  # fmt: skip
 
     def cost(geometry: ConvGeometry) -> int:
-        channels = {"in_channels": layer.channels[0], "out_channels": layer.channels[1], "groups": conv.groups}
+        (in_channels, out_channels), groups = layer.channels, conv.groups
         # The exact plan even where the rank is capped: a cap would favour huge patches, whose kernels it ruins most.
-        ranks = plan_ranks(geometry, **channels) if values == "factorized" else None
-        return count_macs(geometry, **channels, content_dim=content_dim, ranks=ranks)
+        ranks = None
+        if values == "factorized":
+            ranks = plan_ranks(geometry, in_channels=in_channels, out_channels=out_channels, groups=groups)
+        width_in, width_out = (c * math.prod(geometry.patch) for c in layer.channels)
+        mixes = [(geometry.heads, width_out, groups, ranks)]
+        return count_macs(geometry, width=width_in, mixes=mixes, content_dim=content_dim)
 
     sides = [patch]
     if patch == "auto":

@@ -31,3 +31,9 @@ class TrainingError(VitinitError):
 
 class CheckpointError(VitinitError):
     """A run state or an export that is missing, incomplete or of another network."""
+
+
+def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise a ConstructionError where a setting is none of its choices."""
+    if value not in choices:
+        raise ConstructionError(f"{key}={value!r} is unknown: expected one of {', '.join(choices)}")

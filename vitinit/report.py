@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 
 COSTLY = 10
@@ -94,6 +95,54 @@ class ConversionReport:
             f"{self.img_size[0]}x{self.img_size[1]} px; parameters {_count(self.params_before)} > "
             f"{_count(self.params_after)}, MFLOPs of all convolutions {before / 1e6:.0f} > {after / 1e6:.0f}; "
             f"relative error of the logits {self.logits_error:.1e}"
+        )
+        return "\n".join(lines)
+
+
+@dataclass
+class PlainViTReport:
+    """What the transformer is and how far its logits are from the CNN's; prints as a table.
+
+    Attributes:
+        img_size: (height, width) in pixels.
+        grid: (h, w), the token grid.
+        width: D, the token width.
+        blocks: Blocks.
+        params_before: Parameters of the CNN.
+        params_after: Parameters of the transformer.
+        macs_before: Multiply-adds of the converted convolutions for one image.
+        macs_after: Multiply-adds of the blocks for one image.
+        logits_error: Norm of the difference over the norm of the CNN's logits, on random images.
+        tolerance: Its limit.
+        rows: One a block: what it computes.
+    """
+
+    img_size: tuple[int, int]
+    grid: tuple[int, int]
+    width: int = 0
+    blocks: int = 0
+    params_before: int = 0
+    params_after: int = 0
+    macs_before: int = 0
+    macs_after: int = 0
+    logits_error: float = math.nan
+    tolerance: float = math.nan
+    rows: list[dict] = field(default_factory=list)
+
+    def to_dict(self) -> dict:
+        """Plain numbers and lists, for JSON."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{i:3}  {row['what']:40}  heads {row['heads']:3}  reads {row['read']:5}  writes {row['write']:5}  "
+            f"hidden {row['hidden']:5}"
+            for i, row in enumerate(self.rows)
+        ]
+        lines.append(
+            f"{self.blocks} blocks on {self.grid[0]}x{self.grid[1]} tokens of width {self.width}; parameters "
+            f"{self.params_before:,} -> {self.params_after:,}; MFLOPs {self.macs_before / 1e6:.0f} -> "
+            f"{self.macs_after / 1e6:.0f}; logits differ by {self.logits_error:.1e} (limit {self.tolerance:.0e})"
         )
         return "\n".join(lines)
 

@@ -45,7 +45,7 @@ class _GlobalBatchNormAct2d(BatchNormAct2d):
 def _normalize_globally(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     mean, var = batch_statistics(norm, x)
     # Written out: F.batch_norm gives no gradient to a mean and a variance.
-    normalized = (x.float() - mean[:, None, None]) * (var + norm.eps).rsqrt()[:, None, None]
+    normalized = (x.to(mean.dtype) - mean[:, None, None]) * (var + norm.eps).rsqrt()[:, None, None]
     if norm.affine:
         normalized = normalized * norm.weight[:, None, None] + norm.bias[:, None, None]
     return normalized.to(x.dtype)

@@ -179,7 +179,7 @@ class RelPosViT(nn.Module):
         self.grid, self.stem_patch, self.embed_dim = grid, stem_patch, width
         self.num_features = self.head_hidden_size = num_features
         self.pool_step, self.pool_patch, self.drop_rate = pool_step, pool_patch, drop_rate
-        self.num_classes, self.grad_checkpointing, self._dtype = num_classes, False, dtype
+        self.num_classes, self.grad_checkpointing = num_classes, False
         self.stem = stem
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm or nn.Identity()

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from vitinit.attention.heads import HeadWeights
-from vitinit.attention.kernels import count_macs
 from vitinit.attention.table import TableAttention, read_leak
 from vitinit.errors import ConstructionError
 from vitinit.positions import ConvGeometry, cut_patches, join_patches
@@ -114,7 +113,4 @@ class AttentionConv2d(nn.Module):
 
     def count_macs(self) -> int:
         """Multiply-adds for one image: content scores, attention and the head weights."""
-        return count_macs(
-            self.geometry, in_channels=self.in_channels, out_channels=self.out_channels, groups=self.groups,
-            content_dim=self.attention.content_dim, ranks=self.projection.ranks,
-        )  # fmt: skip
+        return self.attention.count_macs()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitinit.construction import build_head_placement, factorize_heads, kernel_to_heads, plan_ranks
-from vitinit.errors import ConstructionError
+from vitinit.errors import ConstructionError, check_choice
 from vitinit.positions import ConvGeometry
 
 
@@ -56,8 +56,8 @@ class HeadWeights(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        _check_choice("weights", weights, ("tied", "free"))
-        _check_choice("values", values, ("identity", "factorized"))
+        check_choice("weights", weights, ("tied", "free"))
+        check_choice("values", values, ("identity", "factorized"))
         if values == "factorized" and weights == "tied":
             raise ConstructionError("factorized values have weights of their own: use weights='free' with them")
         if rank is not None and (values != "factorized" or rank < 1):
@@ -148,6 +148,19 @@ class HeadWeights(nn.Module):
         pairs = zip(self.value_weight.split(self.ranks, 2), self.out_weight.split(self.ranks, 1), strict=True)
         return torch.stack([value @ out for value, out in pairs])
 
+    def attend_factorized(self, maps: Tensor, tokens: Tensor) -> Tensor:
+        """Outputs (B, Nq, D_out) of tokens (B, Nk, D_in), through the narrow values of each head.
+
+        Args:
+            maps: (B|1, H, Nq, Nk) of all heads of the attention.
+            tokens: (B, Nk, D_in).
+        """
+        grouped = tokens.unflatten(2, (self.groups, -1)).transpose(1, 2)  # B G Nk Din/G
+        values = (grouped @ self.value_weight).split(self.ranks, dim=-1)  # H times B G Nk r
+        maps = self.select(maps, 1).unbind(1)  # H times B|1 Nq Nk
+        seen = torch.cat([m.unsqueeze(1).to(v.dtype) @ v for m, v in zip(maps, values, strict=True)], dim=-1)
+        return (seen @ self.out_weight).transpose(1, 2).flatten(2)  # B G Nq Dout/G -> B Nq Dout
+
     def select(self, per_head: Tensor, dim: int) -> Tensor:
         """The part of a tensor with one entry a head of the attention that belongs to these heads."""
         return per_head if self.slots is None else per_head.index_select(dim, self.slot_index)
@@ -165,8 +178,3 @@ class HeadWeights(nn.Module):
     def extra_repr(self) -> str:
         """Short summary for print(model)."""
         return f"{self.in_channels} -> {self.out_channels}, weights={self.weights}, values={self.values}"
-
-
-def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConstructionError(f"{key}={value!r} is unknown: expected one of {', '.join(choices)}")

@@ -12,7 +12,7 @@ one convolution of the token grid; with content on, each query gathers its windo
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -176,38 +176,34 @@ def _pad_grid(tokens: Tensor, geometry: ConvGeometry) -> Tensor:
 def count_macs(
     geometry: ConvGeometry,
     *,
-    in_channels: int,
-    out_channels: int,
-    groups: int,
+    width: int,
+    mixes: Sequence[tuple[int, int, int, list[int] | None]],
     content_dim: int = 0,
-    ranks: list[int] | None = None,
 ) -> int:
-    """Multiply-adds of one image through an attention layer: content scores, attention and head weights.
+    """Multiply-adds of one image through an attention: content scores, attention and head weights.
 
     What is done once a batch (tied weights, the kernel of a window, the maps of depthwise channels) does not count.
 
     Args:
-        geometry: The convolution on patches.
-        in_channels: C_in.
-        out_channels: C_out.
-        groups: G.
+        geometry: The offsets of the heads and of the table.
+        width: D_in.
+        mixes: (heads, D_out, groups, ranks) of each projection; ranks (H,) of factorized values, None for identity.
         content_dim: Width of a head's queries and keys, 0 where content is off.
-        ranks: (H,) ranks of factorized values, None for identity values.
     """
     n_queries, n_keys, heads = geometry.n_queries, geometry.n_keys, geometry.heads
-    d_in, d_out = in_channels * math.prod(geometry.in_patch), out_channels * math.prod(geometry.patch)
-    if geometry.span == "local":
-        window = n_queries * geometry.table_size
-        if not content_dim:
-            return window * d_in * d_out // groups
-        content = heads * content_dim * (d_in * (n_queries + n_keys) + window)
-        return content + heads * (window * d_in + n_queries * d_in * d_out // groups)
-    content = heads * content_dim * (d_in * (n_queries + n_keys) + n_queries * n_keys)
-    if ranks is not None:
-        return content + sum(ranks) * (n_keys * d_in + groups * n_queries * n_keys + n_queries * d_out)
-    if not content_dim and d_in == d_out == groups:  # depthwise on pixels
-        return n_queries * n_keys * d_in
-    return content + heads * (n_queries * n_keys * d_in + n_queries * d_in * d_out // groups)
+    is_local = geometry.span == "local"
+    pairs = n_queries * (geometry.table_size if is_local else n_keys)
+    if is_local and not content_dim:
+        return sum(pairs * width * d_out // groups for _, d_out, groups, _ in mixes)
+    content = heads * content_dim * (width * (n_queries + n_keys) + pairs)
+    if not is_local and all(ranks is not None for *_, ranks in mixes):
+        return content + sum(
+            sum(ranks) * (n_keys * width + groups * pairs + n_queries * d_out) for _, d_out, groups, ranks in mixes
+        )
+    if not content_dim and all(width == d_out == groups for _, d_out, groups, _ in mixes):  # depthwise on pixels
+        return len(mixes) * pairs * width
+    mixed = sum(own * n_queries * width * d_out // groups for own, d_out, groups, _ in mixes)
+    return content + heads * pairs * width + mixed
 
 
 def mix_heads(seen: Tensor, weight: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from vitinit.attention.kernels import (
     attend_window_content,
     attend_window_positions,
     content_maps,
+    count_macs,
     mix_heads,
 )
 from vitinit.construction import leak_coefficients
@@ -77,7 +78,7 @@ class TableAttention(nn.Module):
             raise ConstructionError(
                 f"content_dim={content_dim}: expected 0 (content off) or the width of a head's queries"
             )
-        self.geometry, self.alpha = geometry, alpha
+        self.geometry, self.alpha, self.width = geometry, alpha, width
         self.heads, self.content_dim = geometry.heads, content_dim
         self.bias_table = nn.Parameter(torch.empty(self.heads, geometry.table_size, dtype=dtype))
         self.projections = nn.ModuleList(projections)
@@ -139,9 +140,9 @@ class TableAttention(nn.Module):
             return [
                 attend_window_positions(p.select(mass, 0), p.build(), tokens, self.geometry) for p in self.projections
             ]
-        if any(p.values == "factorized" for p in self.projections) and self.geometry.span == "global":
+        if self.geometry.span == "global" and all(p.values == "factorized" for p in self.projections):
             maps = self.attention_weights(tokens)
-            return [self._attend_factorized(p, maps, tokens) for p in self.projections]
+            return [p.attend_factorized(maps, tokens) for p in self.projections]
         if not self.content_dim and all(p.is_depthwise for p in self.projections):
             maps = positional_maps(self.bias_table, self.relative_index)
             return [
@@ -161,13 +162,13 @@ class TableAttention(nn.Module):
         sink = sink_logits(self.bias_table, self.geometry)
         return attend_content(query, key, tokens.unsqueeze(1), logits, sink).transpose(1, 2)
 
-    @staticmethod
-    def _attend_factorized(projection: HeadWeights, maps: Tensor, tokens: Tensor) -> Tensor:
-        grouped = tokens.unflatten(2, (projection.groups, -1)).transpose(1, 2)  # B G Nk Din/G
-        values = (grouped @ projection.value_weight).split(projection.ranks, dim=-1)  # H times B G Nk r
-        maps = projection.select(maps, 1).unbind(1)  # H times B|1 Nq Nk
-        seen = torch.cat([m.unsqueeze(1).to(v.dtype) @ v for m, v in zip(maps, values, strict=True)], dim=-1)
-        return (seen @ projection.out_weight).transpose(1, 2).flatten(2)  # B G Nq Dout/G -> B Nq Dout
+    def count_macs(self) -> int:
+        """Multiply-adds for one image: content scores, attention and the head weights of every projection."""
+        mixes = [
+            (p.geometry.heads, p.out_channels * math.prod(p.geometry.patch), p.groups, p.ranks)
+            for p in self.projections
+        ]
+        return count_macs(self.geometry, width=self.width, mixes=mixes, content_dim=self.content_dim)
 
     def _index(self) -> Tensor:
         if self.geometry.span == "global":
